@@ -1,3 +1,3 @@
-"""Benchmarks. Importing kvbaton before torch has them take the products that nodes take."""
+"""Benchmarks. kvbaton is imported before torch, so that they use the same products as nodes."""
 
 import kvbaton as kvbaton

@@ -1,4 +1,4 @@
-"""What an all-reduce between tensor-parallel ranks costs inside a CUDA graph, by rows of hidden.
+"""Time of an all-reduce between tensor-parallel ranks in a CUDA graph, by number of tokens.
 
 python -m benchmarks.bench_all_reduce --ranks 2 --json all_reduce.json
 """
@@ -22,7 +22,7 @@ CALLS, REPLAYS = 64, 20
 
 
 class Rank:
-    """One GPU, and a graph of many all-reduces."""
+    """One GPU with a graph of many all-reduces."""
 
     def __init__(self, rank: int, collectives: NcclCollectives) -> None:
         self._device = torch.device("cuda", rank)
@@ -31,7 +31,7 @@ class Rank:
         self._ways = {"NCCL": collectives.nccl_all_reduce, "ours": collectives.all_reduce}
 
     def capture(self, way: str, rows: int) -> None:
-        """Record `CALLS` all-reduces of [rows, HIDDEN]."""
+        """Capture `CALLS` all-reduces of [rows, HIDDEN]."""
         reduce = self._ways[way]
         tensor = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device=self._device)
         reduce(tensor)
@@ -44,7 +44,7 @@ class Rank:
             self._graph.capture_end()
 
     def time(self) -> float:
-        """Median microseconds of one all-reduce."""
+        """Median time of one all-reduce, in microseconds."""
         took: list[float] = []
         for _ in range(REPLAYS):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -56,13 +56,13 @@ class Rank:
         return median(took)
 
     def close(self) -> None:
-        """Drop the graph, which holds the communicator."""
+        """Drop the graph, which keeps the communicator alive."""
         torch.cuda.synchronize(self._device)
         del self._graph
 
 
 def main() -> None:
-    """Measure, print a table, write JSON."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path)

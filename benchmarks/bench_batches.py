@@ -1,9 +1,9 @@
-"""What many objects in one call are worth: the SQLite example, with its batches and without.
+"""Gain from loading many objects per call: the SQLite example with and without batches.
 
     python -m benchmarks.bench_batches
 
-A prompt of 40 objects is one `load`. Both stores are open on one database and load the same objects
-by turns; without batches a thread takes one object at a time. Ratios are within a round.
+A prompt of 40 objects is one `load`. Both stores use one database and load the same objects in
+turns; without batches, a thread loads one object at a time. Ratios are within a round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OBJECTS, PROMPT = 400, 40
 
 
 class OneByOne:
-    """A back end of which the methods for many objects are not seen."""
+    """A backend that hides its methods for many objects."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -40,7 +40,7 @@ class OneByOne:
 
 
 def main() -> None:
-    """Measure, print a table, write JSON."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--object-kib", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--rounds", type=int, default=15)
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def compare(stores: Sequence[Store], kib: int, rounds: int) -> dict[str, Any]:
-    """Loads a second of each store."""
+    """Loads per second of each store."""
     keys = [hashlib.sha256(bytes([n % 256, n // 256])).digest() for n in range(OBJECTS)]
     targets = [[memoryview(bytearray(kib << 10))] for _ in range(PROMPT)]
     for store in stores:

@@ -1,11 +1,11 @@
-"""What it costs a router to choose nodes: CPU time by policy and number of nodes.
+"""CPU time of a router's choice of nodes, by policy and number of nodes.
 
     python benchmarks/bench_choose.py
 
-As many prefill as decode nodes, each with some work in flight and some part of a 1,000-block prompt
-cached, and hand-overs that were observed for half of the pairs. A decision is `choose` with its
-prediction; what precedes it, to find who has how much of the prompt cached, is a figure of its own.
-The *table* of who may hand over to whom is made anew after each heartbeat of any node.
+There are as many prefill as decode nodes. Each has some work in flight and a part of a 1,000-block
+prompt cached; hand-overs were observed for half of the pairs. A decision is `choose` with its
+prediction. The prefix lookup before it is a separate figure. The *table* of possible pairs is built
+anew after each heartbeat of any node.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ SPEED = {**LOAD, "free_blocks": 1e5}
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pairs", type=int, nargs="+", default=[1, 4, 8, 32], help="P and D each")
+    parser.add_argument("--pairs", type=int, nargs="+", default=[1, 4, 8, 32], help="node pairs")
     parser.add_argument("--policies", nargs="+", default=["cost", "prefix-aware", "least-loaded"])
-    parser.add_argument("--roles", nargs=2, default=["prefill", "decode"], help="of each pair")
+    parser.add_argument("--roles", nargs=2, default=["prefill", "decode"], help="of a pair's nodes")
     parser.add_argument("--repeat", type=int, default=50)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -64,7 +64,7 @@ def main() -> None:
 def calls(
     count: int, roles: Sequence[str], policies: Sequence[str]
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What is measured for so many pairs of nodes."""
+    """Calls to measure for `count` pairs of nodes, by name."""
     chance = random.Random(count)
     names = [(f"{role}{i}{place}", role) for i in range(count) for place, role in enumerate(roles)]
     members = [_member(name, role) for name, role in names]
@@ -116,7 +116,7 @@ def _index(nodes: list[NodeInfo], tokens: list[int], chance: random.Random) -> P
 
 
 def least_s(call: Callable[[], object], repeat: int) -> float:
-    """CPU time of a call, the least of some rounds."""
+    """CPU time of a call in seconds: the least of `repeat` rounds."""
     took = []
     for _ in range(ROUNDS):
         begin = time.process_time()

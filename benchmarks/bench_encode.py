@@ -1,4 +1,4 @@
-"""What an encoder node costs and brings, beside encoding images where their prompt is prefilled.
+"""Cost and gain of an encoder node, against encoding images on the node that prefills.
 
     python -m benchmarks.bench_encode --device cuda --json encode.json     # two GPUs
     python -m benchmarks.bench_encode --device cpu                         # a small model
@@ -6,14 +6,15 @@
     python -m benchmarks.bench_encode --known --device cpu
 
 On GPUs the model has Qwen2.5-VL-7B's shape (dummy weights, bfloat16). Requests are chats over HTTP
-with one or more images, each seen for the first time, as JPEG. *Colocated* asks the node that has
-both encoder and language model; *separate* asks the router, which lets an encoder node encode
-(``--min-encode-rows 1``) while the same node prefills. Pairs alternate, within one run. Then the
-same image again behind another text, beside a text of as many tokens: what an encoded image still
-costs. Then a closed loop of clients, on one encoder node and one other, and on two that have both.
-With ``--known`` only known images, in many pairs, through the router to one node that has both. On
-CPUs there is an encoder node, too, the model is a tiny one, and an image has 64 rows, whatever its
-size: what is left are its bytes.
+with one or more new JPEG images. *Colocated* asks the node that has both encoder and language
+model; *separate* asks the router, which uses an encoder node (``--min-encode-rows 1``), and the
+same node for prefill. Both alternate within one run. Then the same image follows another text,
+against a text of as many tokens: the remaining cost of an encoded image. Then a closed loop of
+clients, on an encoder node and one other node, and on two nodes that do both.
+
+With ``--known``, only known images are measured, in many pairs, through the router to one node that
+does both. With ``--known`` on CPUs there is an encoder node too, the model is tiny, and an image
+has 64 rows whatever its size: only the cost of its bytes remains.
 """
 
 from __future__ import annotations
@@ -87,14 +88,14 @@ TINY = FamilySpec(family="qwen2_5_vl", max_position_embeddings=4096)
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked.
+    """Requests of the benchmark.
 
     Attributes:
-        sides: of square images, in pixels, for the pairs.
-        images: per request of a pair.
-        pairs: per shape.
-        words: of text in front of the images.
-        load: requests, images of each, their side, clients, tokens out.
+        sides: Sides of the square images of the pairs, in pixels.
+        images: Numbers of images per request of a pair.
+        pairs: Number of pairs per shape.
+        words: Words of text before the images.
+        load: Of the closed loop: requests, images per request, side, clients, output tokens.
     """
 
     sides: tuple[int, ...]
@@ -109,7 +110,7 @@ CPU = Workload((64, 80), (1, 4), 7, 64, (24, 2, 80, 4, 8))
 
 
 def qwen_7b(folder: Path) -> Path:
-    """A folder with the configuration, processor and a small tokenizer, for dummy weights."""
+    """Write configuration, processor and a small tokenizer, for dummy weights; the folder."""
     make_checkpoint(folder, FamilySpec(family="qwen2_5_vl"))
     for file in folder.glob("*.safetensors*"):
         file.unlink()
@@ -124,12 +125,12 @@ def qwen_7b(folder: Path) -> Path:
 
 
 class Asker:
-    """Asks chats about images that nobody has seen.
+    """Sends chats about new images.
 
     Args:
-        session: for all requests.
-        model: as it is served.
-        seed: of texts and images.
+        session: Session for all requests.
+        model: Name of the served model.
+        seed: Seed of texts and images.
     """
 
     def __init__(self, session: aiohttp.ClientSession, model: str, seed: int) -> None:
@@ -137,7 +138,7 @@ class Asker:
         self._random = np.random.default_rng(seed)
 
     def image(self, side: int) -> str:
-        """A data URL of a new image: soft noise, of which a JPEG has about a photo's size."""
+        """A data URL of a new image: smooth noise, whose JPEG is about as large as a photo's."""
         small = self._random.integers(0, 256, (side // 8 + 1, side // 8 + 1, 3), np.uint8)
         image = Image.fromarray(small).resize((side, side), Image.Resampling.BICUBIC)
         buffer = io.BytesIO()
@@ -145,11 +146,11 @@ class Asker:
         return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
     def text(self, words: int) -> str:
-        """New text; prefix caches know none of it."""
+        """New text, without any prefix hit."""
         return "".join(f"{number:03d} " for number in self._random.integers(0, 1000, words))
 
     async def ask(self, url: str, text: str, images: Sequence[str], tokens: int = 4) -> Shot:
-        """One chat."""
+        """Send one chat."""
         parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
         parts += [{"type": "image_url", "image_url": {"url": image}} for image in images]
         body = {
@@ -168,7 +169,7 @@ class Asker:
 
 
 async def pairs(asker: Asker, urls: dict[str, str], workload: Workload) -> list[Row]:
-    """What the way over an encoder node adds to the first token."""
+    """TTFT through an encoder node, against colocated encoding."""
     rows: list[Row] = []
     for side in workload.sides:
         for count in workload.images:
@@ -192,7 +193,7 @@ async def pairs(asker: Asker, urls: dict[str, str], workload: Workload) -> list[
 async def again(
     asker: Asker, url: str, node: str, workload: Workload, side: int, count: int
 ) -> list[Row]:
-    """A known image behind a new text, beside a text of as many tokens, in `count` pairs."""
+    """A known image after a new text, against a text of as many tokens, in `count` pairs."""
     image = asker.image(side)
     seen, plain = list[float](), list[float]()
     tokens = await _prompt_tokens(asker, node, image, workload)
@@ -211,7 +212,7 @@ async def again(
 
 
 async def _prompt_tokens(asker: Asker, node: str, image: str, workload: Workload) -> int:
-    """Words of text that are as many tokens as the image: words of `Asker.text` are alike."""
+    """Number of words of `Asker.text` that take as many tokens as the image."""
     counts = []
     for words, images in (
         (workload.words, [image]),
@@ -238,7 +239,7 @@ async def _metrics(asker: Asker, node: str) -> dict[str, float]:
 
 
 async def per_image(asker: Asker, nodes: Sequence[str]) -> list[Row]:
-    """Where the time of an image goes that a node encodes."""
+    """Mean time of each stage of encoding an image on a node."""
     found = [await _metrics(asker, node) for node in nodes]
     items = sum(metrics['kvbaton_encoder_items_total{source="encoded"}'] for metrics in found)
     totals = {
@@ -251,7 +252,7 @@ async def per_image(asker: Asker, nodes: Sequence[str]) -> list[Row]:
 
 
 async def load(asker: Asker, url: str, workload: Workload) -> list[Row]:
-    """Requests per second and times to the first token of a closed loop."""
+    """Requests per second and TTFT of a closed loop."""
     requests, count, side, clients, tokens = workload.load
     todo = [
         (asker.text(workload.words), [asker.image(side) for _ in range(count)])
@@ -278,7 +279,7 @@ async def load(asker: Asker, url: str, workload: Workload) -> list[Row]:
 
 
 async def known_images(router: str, workload: Workload) -> list[Row]:
-    """What images that were seen before cost, of each size."""
+    """TTFT with known images, by size."""
     rows: list[Row] = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
         asker = Asker(session, await served_model(session, router), 0)
@@ -318,12 +319,12 @@ async def measure(router: str, workload: Workload, *, separate: bool) -> list[Ro
 
 
 def main() -> None:
-    """Measure, print a table, write JSON."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--transport", default="nixl")
-    parser.add_argument("--known", action="store_true", help="measure known images alone")
+    parser.add_argument("--known", action="store_true", help="measure only known images")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp()) / "model"
     flags = [f"--device={args.device}", f"--transport={args.transport}", "--start-timeout=200"]

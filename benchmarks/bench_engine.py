@@ -1,12 +1,13 @@
-"""One engine, offline: decode step, prefill, TTFT, throughput; beside vLLM 0.26.0.
+"""One engine, offline: decode step, prefill, TTFT and throughput, beside vLLM 0.26.0.
 
     python -m benchmarks.bench_engine --json engine.json [--profile]
-    python -m benchmarks.bench_engine --cached  # the next turns of long texts
-    python -m benchmarks.bench_engine --mixed   # steps that compute a chunk beside others' tokens
+    python -m benchmarks.bench_engine --cached  # TTFT after long cached prefixes
+    python -m benchmarks.bench_engine --mixed   # steps with a prefill chunk and decoding
 
 Llama-3-8B's shape, bf16, dummy weights, prefix caching off, greedy, ``ignore_eos``, random prompts.
-Decode steps also as Llama 3's and Qwen2.5's ``generation_config.json`` have requests sampled, and
-with a penalty where top-p reads a row most often: dummy weights rate all tokens almost alike.
+Decode steps are also measured with the sampling of Llama 3's and Qwen2.5's
+``generation_config.json``, and with a penalty in the worst case for top-p: dummy weights give all
+tokens nearly equal logits.
 """
 
 from __future__ import annotations
@@ -61,17 +62,17 @@ PREFILL = {(64, 1024): 42.5e3, (16, 4096): 40.5e3, (4, 16384): 33.4e3}
 TTFT = {128: None, 512: None, 1024: 28.3, 1500: None, 2048: None, 4096: 101.3, 16384: 493.0}
 CACHED = ((4096, 64), (8192, 100), (16320, 64), (16320, 500), (65000, 64), (65000, 500))
 MIXED = (96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 2048)
-"""Tokens of a step in which sequences decode, too."""
+"""Tokens per mixed step, including those of decoding sequences."""
 BESIDE = (16, 32, 64)
-"""How many decode, after 2,048 tokens each, while prompts of as many are computed."""
+"""Numbers of decoding sequences, with 2,048 tokens each, beside prompts of that length."""
 THROUGHPUT = 3926.0
 DECODE_STEPS = 100
 CORE = ("receive", "poll", "launch", "update")
-"""What a core does over and over."""
+"""Methods of a core's loop, in order."""
 
 
 class Desk:
-    """The engine's mailbox: requests come from here, and every token's time is noted."""
+    """The engine's mailbox: it delivers requests and records the time of every token."""
 
     def __init__(self) -> None:
         self.inbox: list[ToCore] = []
@@ -79,12 +80,12 @@ class Desk:
         self.open = 0
 
     def receive(self, timeout: float, wake_fd: int) -> list[ToCore]:
-        """What was submitted."""
+        """Return the submitted requests."""
         inbox, self.inbox = self.inbox, []
         return inbox
 
     def send(self, message: FromCore) -> None:
-        """Note tokens."""
+        """Record the times of tokens."""
         assert not isinstance(message, Rejected), message
         if isinstance(message, Outputs):
             now = time.perf_counter()
@@ -100,14 +101,14 @@ class Bench:
         self.desk = Desk()
         self.core = build_engine(config, NodeId("bench", bytes(16)), (), self.desk).core
         gc.collect()
-        gc.freeze()  # as a node's core does when it is ready
+        gc.freeze()  # as a node's core does once it is ready
         self.spent = dict.fromkeys(CORE, 0.0)
         self._count = 0
 
     def submit(
         self, prompts: Sequence[tuple[int, ...]], max_tokens: int, **sampling: Any
     ) -> list[str]:
-        """Hand requests in; their names."""
+        """Submit requests; their ids."""
         how = {"temperature": 0.0, "seed": 0} | sampling
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **how)
         names = []
@@ -121,7 +122,7 @@ class Bench:
         return names
 
     def turn(self) -> None:
-        """All of `CORE` once."""
+        """Run one turn of the core's loop."""
         for name in CORE:
             before = time.perf_counter()
             getattr(self.core, name)()
@@ -130,7 +131,7 @@ class Bench:
     def run(
         self, prompts: Sequence[tuple[int, ...]], max_tokens: int, **sampling: Any
     ) -> list[list[float]]:
-        """Run requests that all come now; per request, seconds from then to each token."""
+        """Run requests that all arrive now; per request, seconds from then to each token."""
         self.desk.times.clear()
         names = self.submit(prompts, max_tokens, **sampling)
         began = time.perf_counter()
@@ -143,7 +144,7 @@ class Bench:
 
 
 def decode_step(bench: Bench, batch: int, steps: int = DECODE_STEPS, **sampling: Any) -> float:
-    """Milliseconds between tokens once all sequences decode."""
+    """Milliseconds per decode step once all sequences decode."""
     times = bench.run(random_prompts(batch, 512, batch), steps, **sampling)
     began = max(row[0] for row in times)
     ends = sorted({t for row in times for t in row if t > began})
@@ -158,12 +159,12 @@ def prefill(bench: Bench, count: int, length: int) -> float:
 
 
 def ttft(bench: Bench, length: int) -> float:
-    """Milliseconds to the first token of one prompt."""
+    """TTFT of one prompt, in milliseconds."""
     return median(1e3 * bench.run(random_prompts(1, length, n), 1)[0][0] for n in range(5))
 
 
 def cached_ttft(bench: Bench, known: int, new: int) -> float:
-    """Milliseconds to the first token of a prompt that begins with a known one."""
+    """TTFT in milliseconds of a prompt of `new` tokens after a cached prefix of `known`."""
     (prefix,) = random_prompts(1, known, known)
     bench.run([prefix], 1)
     rests = random_prompts(8, new, known + new)
@@ -171,7 +172,7 @@ def cached_ttft(bench: Bench, known: int, new: int) -> float:
 
 
 def mixed_step(bench: Bench, sequences: int, mixed: int) -> tuple[float, float]:
-    """Milliseconds of a step of so many tokens in which so many decode; prompt tokens a second."""
+    """Milliseconds per step of `mixed` tokens with `sequences` decoding; prompt tokens/s."""
     bench.core.scheduler.chunk_limit = ChunkLimit(MAX_BATCHED_TOKENS, mixed)
     times = bench.desk.times
     texts = bench.submit(random_prompts(sequences, 2048, sequences), 4000)
@@ -198,7 +199,7 @@ def throughput(bench: Bench) -> float:
 
 
 def profile(bench: Bench) -> None:
-    """Where the time of some steps goes."""
+    """Print the kernels that take most time in prefill and decode steps."""
     cases: dict[str, Callable[[], Any]] = {
         "decode, batch 1": lambda: bench.run(random_prompts(1, 512, 1), 20),
         "decode, batch 256": lambda: bench.run(random_prompts(256, 16, 1), 20),
@@ -211,7 +212,7 @@ def profile(bench: Bench) -> None:
 
 
 def profile_case(name: str, case: Callable[[], Any], rows: int = 16) -> None:
-    """Print the kernels of a case that take most of the device's time."""
+    """Print the kernels of a case that take most device time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         case()
         torch.cuda.synchronize()
@@ -223,7 +224,7 @@ def profile_case(name: str, case: Callable[[], Any], rows: int = 16) -> None:
 
 
 def main() -> None:
-    """Measure, print a table, write JSON."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true", help="print kernels instead")
@@ -231,8 +232,8 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--chunk", type=int, default=MAX_BATCHED_TOKENS)
     parser.add_argument("--only", default="", help="measure only rows whose names contain this")
-    parser.add_argument("--cached", action="store_true", help="instead TTFT after cached prefixes")
-    parser.add_argument("--mixed", action="store_true", help="instead prompts beside decoding")
+    parser.add_argument("--cached", action="store_true", help="TTFT after cached prefixes instead")
+    parser.add_argument("--mixed", action="store_true", help="mixed steps instead")
     args = parser.parse_args()
     logging.basicConfig(level=os.environ.get("LOG_LEVEL", "INFO"))
     folder = llama_8b(Path(tempfile.mkdtemp()) / "model")
@@ -270,7 +271,7 @@ def main() -> None:
     if args.mixed:
         for sequences in BESIDE:
             for mixed in MIXED:
-                if mixed - sequences < LEAST:  # its chunk would have more
+                if mixed - sequences < LEAST:  # its chunk would be longer
                     continue
                 took, speed = mixed_step(bench, sequences, mixed)
                 name = f"step of {mixed} in which {sequences} decode, ms ({speed:,.0f} tok/s)"

@@ -1,17 +1,17 @@
-"""What the filesystem store reaches, next to plain sequential I/O in the same directory.
+"""Speed of the filesystem store, beside plain sequential I/O in the same directory.
 
-Saves and loads: the same number of files of the same sizes, by the store (headers, account and
-renames included) and by a loop of `os.open`, `os.write` or `os.read`, and `os.close`, like ``dd``.
-*dd* reads everything into one buffer, as ``dd`` does; *dd into targets* reads it where the store
-has to put it. The loops read the very files that the store wrote. Each round runs all of them, in
-alternating order; ratios are within a round. Cold means that the files' pages were dropped from the
-page cache, by ``posix_fadvise``. CPU time is the whole process's, of user and kernel, for one
-object: unlike the speeds it says something on a busy machine, where more threads get more of it.
+Saves and loads: the store (including headers, accounting and renames) and a loop of `os.open`,
+`os.write` or `os.read`, and `os.close` handle the same number of files of the same sizes. *dd*
+reads all into one buffer, as ``dd`` does; *dd into targets* reads to where the store has to put the
+bytes. The loops read the files that the store wrote. Each round runs all of them, in alternating
+order; ratios are within a round. *Cold* means that the files were dropped from the page cache with
+``posix_fadvise``. CPU time is user and kernel time of the whole process per object; unlike speed,
+it is meaningful on a busy machine too, where more threads get a larger share of the CPU.
 
-Lookups: entries that the store would load, half of them written by another process after the store
-was opened. Each lookup asks for 1,000 others of them, of both halves in turn: 500 of each half that
-were written one after the other, as a prompt's blocks are, or all scattered. CPU time (of the whole
-process) and as many calls of ``access("/")`` tell a slow lookup from a busy machine.
+Lookups: half of the entries were written by another process after the store was opened. Each lookup
+asks for 1,000 different entries, from both halves in turn: runs of 500 that were written one after
+the other, as the blocks of a prompt are, or all scattered. CPU time (of the whole process) and the
+time of as many calls of ``access("/")`` tell a slow lookup from a busy machine.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Run it, or write entries (`--write`) as the other process."""
+    """Measure, print tables and write JSON; with `--write`, act as the other process."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--path", default=tempfile.gettempdir(), help="where to make the folder")
+    parser.add_argument("--path", default=tempfile.gettempdir(), help="where to create the folder")
     parser.add_argument("--object-kib", type=int, nargs="+", default=[128, 2048])
-    parser.add_argument("--total-mib", type=int, default=512, help="of each save and load")
+    parser.add_argument("--total-mib", type=int, default=512, help="size of each save and load")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--entries", type=int, default=1_000_000, help="for the lookups")
+    parser.add_argument("--entries", type=int, default=1_000_000, help="entries for the lookups")
     parser.add_argument("--lookups", type=int, default=200)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--write", type=int, nargs=2, help=argparse.SUPPRESS)
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 class Transfers:
-    """Saves and loads of one size of objects."""
+    """Saves and loads of objects of one size."""
 
     def __init__(self, folder: Path, size: int, args: argparse.Namespace, fsync: bool) -> None:
         self.count = max(1, (args.total_mib << 20) // size)
@@ -87,10 +87,10 @@ class Transfers:
         self.target = memoryview(mmap.mmap(-1, size * self.count))
         self.keys = [_key(index) for index in range(self.count)]
         self.taken: dict[str, list[tuple[float, float]]] = {}
-        """Of each round, microseconds for one object: by the clock, and of CPU time."""
+        """Microseconds per object of each round: wall time and CPU time."""
 
     def run(self) -> list[Row]:
-        """One row per direction and state of the cache."""
+        """Measure; one row per direction and state of the page cache."""
         for round_number in range(self.rounds):
             self._round(turned=bool(round_number % 2))
         return [self._row(*names) for names in (("save", ""), ("load", "warm"), ("load", "cold"))]
@@ -234,7 +234,7 @@ def lookups(folder: Path, entries: int, rounds: int) -> list[Row]:
 def _time_lookups(
     store: FilesystemStore, what: str, order: Sequence[int], there: int
 ) -> dict[str, Any]:
-    """Keys of a lookup beyond the first `there` are changed into ones that nobody stored."""
+    """Time lookups whose keys after the first `there` are not in the store."""
     times, busy, floors = list[float](), list[float](), list[float]()
     for start in range(0, len(order), 1000):
         asked = [_key(index) for index in order[start : start + 1000]]
@@ -260,7 +260,7 @@ def _time_lookups(
 
 
 def _check_loads(store: FilesystemStore, order: Sequence[int]) -> None:
-    """The entries are real: the store loads them."""
+    """Check that the store can load the entries."""
     targets = [bytearray(64) for _ in order]
     pieces = [[memoryview(target)] for target in targets]
     assert all(store.load([_key(index) for index in order], pieces).result())
@@ -273,7 +273,7 @@ def _run_writer(root: Path, start: int, stop: int) -> None:
 
 
 def write_entries(root: Path, indices: range) -> None:
-    """Write entries as the store does, without its account, which counts them at its opening."""
+    """Write entries as the store does, but not to its account, which counts them when opened."""
     base = root / "kvbaton-1"
     for folder in range(256):
         (base / f"{folder:02x}").mkdir(parents=True, exist_ok=True)

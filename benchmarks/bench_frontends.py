@@ -1,9 +1,9 @@
-"""CPU time per token between an engine core and a frontend, without model, HTTP and text.
+"""CPU time per token of the path from an engine core to a frontend, without model, HTTP and text.
 
-A core without a model gives each of `--sequences` requests a token per step, in a process of its
-own; a frontend here reads them with a task per request. Printed: CPU time per token of both ends,
-and outputs per token (1 where readers keep up, fewer where they merge). The first row is paced, so
-that readers keep up; the second is as fast as the core can. Nothing else should run meanwhile.
+A core without a model, in a process of its own, gives each of `--sequences` requests a token per
+step; a frontend here reads them with a task per request. Reported are CPU time per token of both
+ends, and outputs per token: 1 if readers keep up, fewer if outputs are merged. The first row is
+paced, so that readers keep up; the second runs as fast as the core can. Run nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvbaton.types import NodeId
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=300, help="of each sequence")
+    parser.add_argument("--tokens", type=int, default=300, help="output tokens per sequence")
     parser.add_argument("--pace", type=float, default=20.0, help="ms per step of the first row")
-    parser.add_argument("--cluster-key", help="encrypt")
+    parser.add_argument("--cluster-key", help="encrypt with this key")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [asyncio.run(measure(args, pace_s)) for pace_s in (args.pace / 1000, 0.0)]
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 async def measure(args: argparse.Namespace, pace_s: float) -> dict[str, object]:
-    """One row."""
+    """Measure one row, with a core that makes a step every `pace_s`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     words = (args.sequences, args.tokens, pace_s, args.cluster_key, theirs)
@@ -74,7 +74,7 @@ async def measure(args: argparse.Namespace, pace_s: float) -> dict[str, object]:
 def run_core(
     sequences: int, tokens: int, pace_s: float, cluster_key: str | None, parent: Connection
 ) -> None:
-    """In a child: says its address, then how many CPU seconds it sent for."""
+    """Run in a child process: report the core's address, then its CPU seconds of sending."""
     with tempfile.TemporaryDirectory() as folder:
         server = FrontendServer(
             EngineEndpoints(

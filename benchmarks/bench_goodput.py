@@ -1,25 +1,27 @@
-"""Goodput: the highest rate of requests of which nine in ten meet their objectives.
+"""Goodput: the highest request rate at which nine in ten requests meet their objectives.
 
     python -m benchmarks.bench_goodput --json goodput.json                    # two GPUs
     python -m benchmarks.bench_goodput --one-gpu --seconds-budget 230         # one
     python -m benchmarks.bench_goodput --device cpu --input 48 --output 16    # a tiny model
 
-Poisson arrivals, the 8B shape, 2,000 tokens in and 1,000 out. A request meets an objective if its
-first token comes within ``--ttft`` and the 95th percentile of its own ITL is below. Rates are
-bisected. Each begins with nobody there; after twice the lifetime of a request those count that
-arrive in the next three (``--one-gpu``: one and a half, and one), and the load stays on until the
-last of them has ended: neither filling nor draining counts. (To begin with as many as are live at
-that rate means as many prompts at once, and decoding slowed by them for two lifetimes more.)
+The load is Poisson arrivals at the 8B shape, with 2,000 tokens in and 1,000 out. A request meets an
+objective if its TTFT is below ``--ttft`` and the 95th percentile of its own ITL below ``--itl``.
+The rate is found by bisection. Each rate starts on idle nodes. After two request lifetimes,
+requests that arrive in the next three count (with ``--one-gpu``: one and a half, and one), and the
+load goes on until the last of them has ended, so neither filling nor draining counts. (Starting
+with as many requests as are live at that rate would mean as many prompts at once, and decoding
+slowed by them for two more lifetimes.)
 
-Beside it the wall of D's memory: with r requests per second of n tokens a step reads the weights,
-and of r * n * (its own time) sequences the KV of their mean context, at the measured copy speed.
-Of each rate, steps around an arrival or an end stand beside the others, part by part.
+Beside it stands the memory wall of D: at r requests per second of n tokens, a step reads the
+weights, and the KV of r * n * (step time) sequences at their mean context, at the measured copy
+speed. For each rate, steps around an arrival or an end are compared with the others, part by part.
+
 Layouts: ``1P1D``; ``shared``, two nodes of role any, whose router knows the first objective (run it
-once for each); ``colocated``, two nodes that hand nothing over, once per ``--chunks``;
-``colocated-max-itl``, such two that compute prompts in chunks by the first objective
-(``--max-itl``). With ``--one-gpu`` there are both with one node (twice its rate is
-an estimate of two, not a measurement), and ``cached``: one node that decodes from prompts in its
-prefix cache, so what D does at this mix *without* reserving, receiving and verifying hand-overs.
+once per objective); ``colocated``, two nodes without hand-over, once per ``--chunks``; and
+``colocated-max-itl``, the same with chunks sized by the first objective (``--max-itl``). With
+``--one-gpu`` the latter two have one node (twice its rate is an estimate for two nodes, not a
+measurement). ``cached`` is one node that decodes prompts in its prefix cache: the work of D at this
+mix *without* reserving, receiving and verifying hand-overs.
 """
 
 from __future__ import annotations
@@ -51,22 +53,22 @@ from kvbaton.bench.serve import Shot
 from tests.support.checkpoints import make_checkpoint
 
 LEAST = 20
-"""Requests that a window should hold, if it takes longer than the lifetimes."""
+"""Least number of requests in a window: it is longer than the lifetimes if necessary."""
 LAYOUTS = "1P1D", "shared", "colocated", "colocated-max-itl", "cached"
 TOLERANCE = 0.05
-"""Of the lowest rate that fails: the bisection's end."""
+"""Width at which the bisection ends, as a share of the lowest rate that fails."""
 
 
 @dataclass
 class Layout:
-    """Nodes under one router, what they were asked, and what came of it.
+    """Nodes under one router, and the rates measured on them.
 
     Attributes:
-        words: of `kvbaton up`.
-        guess: of the rate, in terms of the wall's.
-        nodes: that a rate is divided among, as far as prompts are concerned; 0 if others do those.
-        cached: prompts repeat, and are in the prefix cache.
-        rows: one per rate.
+        words: Arguments of `kvbaton up`.
+        guess: First rate to try, as a share of the memory wall's rate.
+        nodes: Number of decoding nodes that also prefill; 0 if others do so.
+        cached: Whether prompts repeat and are in the prefix cache.
+        rows: Results, one per rate.
     """
 
     name: str
@@ -77,14 +79,14 @@ class Layout:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def bounds(self, objective: int) -> tuple[float, float]:
-        """The highest rate below the lowest that fails; 0 and infinity if there is none."""
+        """Highest rate met below the lowest failed one, and that one; else 0 and infinity."""
         failed = [row["rate"] for row in self.rows if row["met"][objective] < SHARE]
         above = min(failed, default=math.inf)
         met = [row["rate"] for row in self.rows if row["met"][objective] >= SHARE]
         return max((rate for rate in met if rate < above), default=0.0), above
 
     def next_rate(self, starts: Sequence[float]) -> float | None:
-        """Which rate tells most: of the objective that is least known; None if all are known."""
+        """Next rate to try, for the objective of the widest bounds; None if all are narrow."""
         widest, found = TOLERANCE, None
         for objective, start in enumerate(starts):
             low, high = self.bounds(objective)
@@ -98,11 +100,11 @@ class Layout:
 
 
 class Cluster:
-    """A layout that runs.
+    """A running layout.
 
     Attributes:
-        length: of prompts; of cached ones one token is left to compute, as after a hand-over.
-        prompts: how many different ones stay cached beside what runs; 0 for all different.
+        length: Prompt length; all but one token of cached prompts is a hit, as after a hand-over.
+        prompts: Number of different prompts that stay cached beside the load; 0 for all different.
     """
 
     def __init__(self, url: str, args: argparse.Namespace, cached: bool) -> None:
@@ -114,7 +116,7 @@ class Cluster:
         self.prompts = min(192, int(0.8 * room / (self.length + args.output)))
 
     def metric(self, name: str) -> dict[str, float]:
-        """A metric of all nodes, added up by labels."""
+        """A metric, summed over all nodes by labels."""
         found: dict[str, float] = {}
         for node in self.nodes:
             with urlopen(f"{node}/metrics", timeout=30) as answer:
@@ -125,7 +127,7 @@ class Cluster:
 
 
 class Bench:
-    """Measures rates of layouts; the load is made by the processes of `pool`."""
+    """Measures rates of layouts; the processes of `pool` generate the load."""
 
     def __init__(self, args: argparse.Namespace, pool: ProcessPoolExecutor, wall: Wall) -> None:
         self.args, self.pool, self.wall = args, pool, wall
@@ -135,7 +137,7 @@ class Bench:
         self.seed = 1_000_000 * args.seed
 
     def search(self, layout: Layout, folder: Path, until: float) -> None:
-        """Start a layout and bisect rates: two, and more while there is time."""
+        """Start a layout and bisect: at least two rates, more while there is time."""
         args = self.args
         longest = -(-(args.input + args.output + BLOCK) // BLOCK) * BLOCK
         words = [
@@ -160,10 +162,10 @@ class Bench:
             prompt_s, slower = alone.after(0) if layout.nodes else 0.0, 1.0
             starts = [args.start_rate or layout.guess * self.wall.rate(itl) for itl in self.itls]
             while (rate := layout.next_rate(starts)) is not None:
-                # A step waits for prompts and for the KV of what is live, each in proportion.
+                # A step waits for prompts and for KV reads, each in proportion to the rate.
                 taken = 1.1 * self.wall.output * self.wall.sequence_s + prompt_s
                 rest = 1 - rate * taken / max(1, layout.nodes)
-                # Tokens that came in clumps have no gaps; no step is faster than what it reads.
+                # Tokens that arrive together have no gaps; no step is faster than its memory reads.
                 step_s = max(median(alone.gaps), self.wall.weights_s + self.wall.sequence_s)
                 pace = slower * step_s / max(0.1, rest)
                 life = prompt_s + args.output * min(pace, self.itls[-1])
@@ -182,7 +184,7 @@ class Bench:
                     slower *= min(3.0, max(0.3, row["lifetime_s"] / life))
 
     def measure(self, cluster: Cluster, rate: float, life: float) -> dict[str, Any]:
-        """One rate; requests are expected to live so long."""
+        """Measure one rate; `life` is the expected lifetime of a request in seconds."""
         args, itls = self.args, self.itls
         self.seed += 100_000
         rng = np.random.default_rng(self.seed)
@@ -228,18 +230,18 @@ class Bench:
         }  # fmt: skip
 
     def ask(self, load: Load, looks: Mapping[float, Callable[[], None]]) -> list[Shot]:
-        """Ask, by all processes; what counts. `looks` are called at their times."""
+        """Generate the load and call `looks` at their times; return the requests that count."""
         num = min(self.args.clients, len(load.asks))
         np.zeros((num, 2), np.int64).tofile(self.tally)
         futures = [self.pool.submit(run, load, i, num) for i in range(num)]
         for at, look in looks.items():
-            wait(futures, max(0.0, at - time.monotonic()))  # they may end before
+            wait(futures, max(0.0, at - time.monotonic()))  # the load may end earlier
             look()
         return [shot for future in futures for shot in future.result()]
 
 
 def line(row: dict[str, Any]) -> str:
-    """What is printed of a rate."""
+    """Line to print for a rate."""
     names = "ttft", "itl_p95", "itl_p99"
     ttft, gap, last = ([row[f"{name}_ms_p{p}"] for p in (50, 90)] for name in names)
     return (
@@ -253,7 +255,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def layouts(args: argparse.Namespace) -> list[Layout]:
-    """Those asked for."""
+    """The layouts that ``--layouts`` names."""
     count, alone = (1, 0.4) if args.one_gpu else (2, 0.8)
     chunk = "--max-num-batched-tokens={}".format
     made = [
@@ -295,26 +297,26 @@ def summary(layout: Layout, args: argparse.Namespace, wall: Wall) -> list[dict[s
 
 
 def main() -> None:
-    """Measure, print a line per rate and a table, write JSON."""
+    """Measure, print a line per rate and a table, and write JSON."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument
     add("--json", type=Path)
     add("--device", default="cuda", choices=("cuda", "cpu"))
-    add("--one-gpu", action="store_true", help="what one GPU can tell")
+    add("--one-gpu", action="store_true", help="measure what one GPU allows")
     add("--layouts", nargs="+", choices=LAYOUTS)
     add("--chunk", type=int, default=2048, help="--max-num-batched-tokens")
-    add("--chunks", type=int, nargs="+", help="of colocated nodes, in turn")
+    add("--chunks", type=int, nargs="+", help="chunk sizes of colocated nodes")
     add("--input", type=int, default=2000)
     add("--output", type=int, default=1000)
-    add("--ttft", type=float, default=1.0, help="seconds")
-    add("--itl", type=float, nargs="+", help="milliseconds (12 25 50; with one GPU 12 25)")
-    add("--max-rates", type=int, default=12, help="of each layout")
-    add("--start-rate", type=float, help="to begin with (by the wall)")
-    add("--seconds-budget", type=float, default=math.inf, help="shared by the layouts")
-    add("--clients", type=int, default=4, help="processes that make the load")
+    add("--ttft", type=float, default=1.0, help="TTFT objective in seconds")
+    add("--itl", type=float, nargs="+", help="ITL objectives in ms (12 25 50; one GPU: 12 25)")
+    add("--max-rates", type=int, default=12, help="most rates per layout")
+    add("--start-rate", type=float, help="first rate (default: from the memory wall)")
+    add("--seconds-budget", type=float, default=math.inf, help="for all layouts together")
+    add("--clients", type=int, default=4, help="processes that generate the load")
     add("--seed", type=int, default=1)
-    add("--flags", default="", help="more, of `kvbaton up`, in one argument: --flags='...'")
+    add("--flags", default="", help="more flags of `kvbaton up`, in one argument: --flags='...'")
     args = parser.parse_args()
     began, one = time.monotonic(), args.one_gpu
     usual = ["colocated", "cached"] if one else ["1P1D", "colocated", "shared"]

@@ -1,18 +1,20 @@
-"""What the hand-over costs between two GPUs: P and D as real nodes; beside vLLM 0.26.0.
+"""Cost of the hand-over between two GPUs, with real prefill (P) and decode (D) nodes.
 
     python -m benchmarks.bench_gpu_handover --json handover.json
     python -m benchmarks.bench_gpu_handover --shape deepseek-v2-lite
     python -m benchmarks.bench_gpu_handover --shape gemma3-4b --one-gpu
 
-A request goes to the prefill node alone, then through the router to P and D; the first token of
-the latter comes from P, the second one needs the hand-over. Then closed loops of clients. Workload
-as in `workload`; over HTTP. Other shapes than the 8B one, of `bench_gpu_shapes`, have no loops;
-instead what crossed for a prompt, by the metrics, stands beside what each group of layers holds of
-it: a latent once, of a window its tokens. For each length and load a table says what lay between
-P's last step and D's first one (`handover_parts`). With ``--one-gpu`` both nodes share the first
-GPU, their bytes cross by CUDA IPC, and there are no loops either: what crosses is the same as
-between two, the times are not, which every row says. Beside each pair stands what P's steps took
-of its GPU, and that GPU's clock and power meanwhile (`gpu_clocks`).
+Each request goes to the prefill node alone, and through the router to P and D, whose first token
+comes from P and whose second needs the hand-over. Then closed loops of clients follow. The workload
+is that of `workload`, over HTTP; results stand beside those of vLLM 0.26.0. Shapes of
+`bench_gpu_shapes` other than 8B have no loops; instead, the bytes transferred for a prompt by the
+metrics are compared with what each group of layers must transfer: a latent once, of a window only
+its tokens. For each length and load, a table shows the time between P's last step and D's first one
+(`handover_parts`).
+
+With ``--one-gpu`` both nodes share the first GPU, transfer by CUDA IPC, and run no loops: the bytes
+are the same as between two GPUs, the times are not, as every row says. For each pair, the GPU time
+of P's steps is printed, with the clock and power of that GPU meanwhile (`gpu_clocks`).
 """
 
 from __future__ import annotations
@@ -50,30 +52,33 @@ LOADS = [  # requests, prompt, at once, and vLLM's req/s, TTFT p50, p99, ITL p50
 OUTPUT = 128
 PAIRS = 8
 OF_SHAPES = (1024, 16384)
-"""Prompts of other shapes than the 8B one, and half as many pairs."""
+"""Prompt lengths for shapes other than 8B, with half as many pairs."""
 
 BLOCK = 16
-"""Tokens of a block."""
+"""Tokens per KV block."""
 
 ALONE = "alone"
-"""The way that asks the prefill node alone."""
+"""Name of the way that asks only the prefill node."""
 
 REPORT_S = 0.05
-"""A step of a prompt is in the list so soon after its token is with the client."""
+"""Longest time from a client's first token to the prefill step's entry in the list of steps."""
 
 PAUSE_S = 1.0
-"""Between requests of a pair: after 0.1 s of work the power cap lowers a GPU's clock by a sixth,
-and who comes next would pay for it (the prefill node decodes in one way, rests in the other)."""
+"""Pause between requests of a pair.
+
+After 0.1 s of work the power cap lowers a GPU's clock by a sixth, which would slow the next request
+(the prefill node decodes in one way, and is idle in the other).
+"""
 
 
 SHARED_POOL = 4 << 30
-"""Bytes of each node's KV pool where two share a GPU: what is free depends on who came first."""
+"""Bytes of each node's KV pool if two share a GPU: free memory depends on which started first."""
 
 
 def cluster(
     flags: list[str], gpus: list[str] | None = None
 ) -> AbstractContextManager[tuple[str, int]]:
-    """One prefill and one decode node, a GPU each or on those named; see `cluster_of`."""
+    """A prefill and a decode node, each on its own GPU or on those named; see `cluster_of`."""
     words = ["--prefill=1", "--decode=1", "--policy=least-loaded", *flags]
     env = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return cluster_of(words, env, echo=True)
@@ -87,7 +92,7 @@ async def compare(
     pairs: int,
     clocks: GpuClocks,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds to first and second token, by way; P's are the first GPU's `clocks`."""
+    """Median milliseconds to first and second token, by way; `clocks` is of P's GPU."""
     firsts: dict[str, list[float]] = {name: [] for name in urls}
     seconds: dict[str, list[float]] = {name: [] for name in urls}
     whiles: dict[str, list[tuple[float, float]]] = {name: [] for name in urls}
@@ -125,7 +130,7 @@ async def compare(
 async def load(
     session: aiohttp.ClientSession, url: str, model: str, requests: int, length: int, clients: int
 ) -> tuple[list[Shot], float]:
-    """A closed loop; the shots and the seconds it took."""
+    """Run a closed loop; its requests and the seconds it took."""
     prompts = iter(random_prompts(requests, length, length + clients))
 
     async def client() -> list[Shot]:
@@ -137,12 +142,12 @@ async def load(
 
 
 class Crossing(NamedTuple):
-    """Bytes of a prompt that one group's layers make D's ranks store.
+    """Bytes of a prompt that D's ranks store for one group of layers.
 
     Attributes:
-        least: of the tokens that the next one attends to, or of the last state.
-        most: with the rest of the block in which a window begins.
-        whole: of all tokens.
+        least: Bytes of the tokens that the next token attends to, or of the last state.
+        most: The same with the rest of the block in which a window begins.
+        whole: Bytes of all tokens.
     """
 
     least: int
@@ -151,7 +156,7 @@ class Crossing(NamedTuple):
 
 
 def in_groups(folder: Path, length: int, ranks: int) -> dict[str, Crossing]:
-    """What must cross for a prompt, by group of layers."""
+    """Bytes to transfer for a prompt, by group of layers."""
     model = load_model_config(folder)
     found = {}
     for number, group in enumerate(model.kv_groups()):
@@ -171,7 +176,7 @@ def in_groups(folder: Path, length: int, ranks: int) -> dict[str, Crossing]:
 
 
 async def transferred(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """A node's counters of bytes: posted, sent, needed."""
+    """A node's byte counters: posted, sent, needed."""
     async with session.get(f"{url}/metrics") as response:
         text = await response.text()
     found = re.findall(r"^kvbaton_transfer_(\w+)_bytes_total(?:{.*})? (\S+)", text, re.MULTILINE)
@@ -186,7 +191,7 @@ async def crossed(
     groups: dict[str, Crossing],
     length: int,
 ) -> bool:
-    """Print what crosses for one prompt, beside what its groups hold; whether it is as planned."""
+    """Print the bytes transferred for one prompt and those planned; whether they agree."""
     before = await transferred(session, urls["prefill"])
     (prompt,) = random_prompts(1, length, 7 * length)
     shot = await shoot(session, router, model, prompt, 8)
@@ -210,7 +215,7 @@ async def crossed(
 async def measure(
     router: str, folder: Path, args: argparse.Namespace, clocks: GpuClocks
 ) -> tuple[list[tuple[str, float, float | None]], bool]:
-    """All rows of the table, and whether what crossed was as planned."""
+    """All rows of the table, and whether the bytes transferred were as planned."""
     rows: list[tuple[str, float, float | None]] = []
 
     def add(name: str, ours: float, theirs: float | None = None) -> None:
@@ -276,13 +281,13 @@ async def measure(
 
 
 async def get_json(session: aiohttp.ClientSession, url: str) -> Any:
-    """The body of an answer."""
+    """GET a JSON document."""
     async with session.get(url) as response:
         return json.loads(await response.read())
 
 
 def main() -> None:
-    """Measure, print a table, write JSON."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--chunk", type=int, default=2048, help="--max-num-batched-tokens")

@@ -1,12 +1,12 @@
-"""The road of the tokens: what lies between the engine's sampler and a client, under load.
+"""Cost of the path of tokens from the engine's sampler to a client, under load.
 
     python -m benchmarks.bench_gpu_road --json road.json
 
-One node that serves alone behind a router. The same load offline (the engine in a process without
-any frontend), asked of the node directly, and through the router: so many sequences at once, short
-prompts, each with the same number of tokens out, streamed by clients in processes of their own.
-Over the steady window (all sequences decode): tokens/s, ITL, and the CPU time that all processes
-but the engine core took per token. With ``--device cpu`` a small model, to try the script itself.
+One node serves alone behind a router. The same load is run offline (the engine in a process without
+frontend), on the node directly, and through the router: a number of sequences at once, with short
+prompts and equal numbers of output tokens, streamed by clients in their own processes. Measured in
+the steady window (all sequences decode): tokens/s, ITL, and CPU time per token of all processes but
+the engine core. ``--device cpu`` uses a small model, to try the script itself.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Window:
-    """What was seen while all sequences decoded.
+    """Measurements while all sequences decoded.
 
     Attributes:
-        tokens_s: tokens per second.
-        itl: milliseconds between tokens of a sequence, ascending.
-        tokens_per_chunk: of what clients received.
+        tokens_s: Tokens per second.
+        itl: Milliseconds between tokens of a sequence, ascending.
+        tokens_per_chunk: Mean number of tokens per chunk that clients received.
     """
 
     tokens_s: float
@@ -56,7 +56,7 @@ class Window:
 
 
 def clients(url: str, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[Shot]:
-    """Stream all prompts at once; runs in a process of its own."""
+    """Stream all prompts at once; runs in its own process."""
     return asyncio.run(_clients(url, prompts, max_tokens))
 
 
@@ -85,7 +85,7 @@ def steady(times: Sequence[Sequence[float]]) -> Window:
 
 
 def cpu_seconds(root: int) -> float:
-    """CPU time of all descendants of a process but engine cores, which alone have loaded torch."""
+    """CPU time of a process' descendants but engine cores: the ones that have loaded torch."""
     parents: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -110,7 +110,7 @@ def cpu_seconds(root: int) -> float:
 def offline(
     folder: str, device: Literal["cpu", "cuda"], batches: Sequence[int], max_tokens: int
 ) -> dict[int, Window]:
-    """The engine without any frontend; runs in a process of its own."""
+    """Measure the engine without frontend; runs in its own process."""
     from benchmarks.bench_engine import Bench
     from kvbaton.engine.config import EngineConfig
 
@@ -137,7 +137,7 @@ def offline(
 def online(
     pool: ProcessPoolExecutor, url: str, root: int, batch: int, max_tokens: int, seed: int
 ) -> tuple[Window, float]:
-    """A load's window, and microseconds of CPU per token of all but core and clients."""
+    """A load's window, and CPU microseconds per token of all but core and clients."""
     prompts = random_prompts(batch, PROMPT, seed)
     num = min(batch, 4)
     parts = [prompts[i::num] for i in range(num)]
@@ -154,13 +154,13 @@ def online(
 
 
 def main() -> None:
-    """Measure, print a table, write JSON."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128, 256])
-    parser.add_argument("--tokens", type=int, default=600, help="out, of each sequence")
-    parser.add_argument("--flags", nargs="*", default=[], help="more, of `kvbaton up`")
+    parser.add_argument("--tokens", type=int, default=600, help="output tokens per sequence")
+    parser.add_argument("--flags", nargs="*", default=[], help="more flags of `kvbaton up`")
     args = parser.parse_args()
     where = Path(tempfile.mkdtemp()) / "model"
     folder = llama_8b(where) if args.device == "cuda" else make_checkpoint(where, SMALL)

@@ -1,19 +1,19 @@
-"""What the router makes of two nodes: load, chats, and prefixes that lie on the other node.
+"""The router in front of two nodes: load, chats, and prefixes cached on the other node.
 
     python -m benchmarks.bench_gpu_router --json router.json               # two GPUs
     python -m benchmarks.bench_gpu_router --small --parts chat fetch cached  # on this CPU
 
-The 8B shape, over HTTP, random prompts, greedy. Parts:
+The 8B shape over HTTP, with random prompts and greedy sampling. Parts:
 
-- ``load``: a closed loop (prompts of 2,048, 128 out, 64 at once) on a prefill and a decode node,
-  on two that serve alone, and on two of any role by the `cost` policy; and how far off the router's
-  predictions were.
-- ``chat``: conversations of 8 turns over a history of 8 k, through the router to two nodes of any
-  role, and of as many more with one of them directly, which has its prefix cached: TTFT by turn,
-  and how many of the former were handed over, or fetched a prefix.
-- ``fetch``: a prompt of 16 k whose prefix only the other node has (which is paused meanwhile, so
-  that it gets no requests), beside a new one of that length.
-- ``cached``: a prompt of 64,000 tokens of which P has 95 %, through P and D, beside P alone.
+- ``load``: a closed loop (2,048 tokens in, 128 out, 64 at once) on a prefill and a decode node, on
+  two nodes that serve alone, and on two of any role with the `cost` policy; and the error of the
+  router's predictions.
+- ``chat``: conversations of 8 turns over a history of 8 k tokens, through the router to two nodes
+  of any role, and as many with one of them directly, which has the prefix cached: TTFT by turn, and
+  how many routed turns were handed over, or fetched a prefix.
+- ``fetch``: a prompt of 16 k tokens whose prefix only the other node has (paused meanwhile, so that
+  it gets no requests), against a new prompt of that length.
+- ``cached``: a prompt of 64,000 tokens, 95 % of it cached on P, through P and D, against P alone.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tests.support.checkpoints import make_checkpoint
 
 PARTS = ("load", "chat", "fetch", "cached")
 TURNS, NEW, SAID = 8, 100, 64
-"""Of a chat: turns, tokens that each adds, and tokens of each answer."""
+"""Turns of a chat, new prompt tokens per turn, and tokens per answer."""
 
 
 class Cluster:
-    """One that runs.
+    """A running cluster.
 
     Attributes:
-        scale: what lengths are divided by.
+        scale: Divisor of all lengths.
     """
 
     def __init__(self, session: aiohttp.ClientSession, router: str, scale: int) -> None:
@@ -51,7 +51,7 @@ class Cluster:
         self._seed = 0
 
     async def start(self) -> None:
-        """Look at it, and let each node run every kind of step once."""
+        """Read its nodes, and let each node run every kind of step once."""
         found = (await get_json(self.session, f"{self.router}/nodes"))["nodes"]
         self.ids = [node["node_id"] for node in found]
         self.urls = [node["url"] for node in found]
@@ -62,19 +62,19 @@ class Cluster:
                 await self.ask(url, self.new(length))
 
     def new(self, length: int) -> tuple[int, ...]:
-        """A prompt that nobody has seen."""
+        """A new prompt, without any prefix hit."""
         self._seed += 1
         return random_prompts(1, max(32, length // self.scale), self._seed)[0]
 
     async def ask(self, url: str, prompt: Sequence[int], tokens: int = 8) -> Shot:
-        """One request that may not fail."""
+        """Send one request, which must succeed."""
         shot = await shoot(self.session, url, self.model, prompt, tokens)
         if shot.error:
             raise SystemExit(shot.error)
         return shot
 
     async def post(self, path: str) -> None:
-        """An operator's wish."""
+        """Send an operator's command to the router."""
         async with self.session.post(f"{self.router}{path}") as response:
             response.raise_for_status()
 
@@ -83,7 +83,7 @@ Row = dict[str, Any]
 
 
 async def loop(cluster: Cluster, name: str) -> list[Row]:
-    """The closed loop, and predictions against what came."""
+    """Run the closed loop; compare predictions with observations."""
     requests, length, clients, _ = LOADS[1]
     shots, took = await load(
         cluster.session, cluster.router, cluster.model, requests, length // cluster.scale, clients
@@ -106,7 +106,7 @@ async def loop(cluster: Cluster, name: str) -> list[Row]:
 
 
 async def chat(cluster: Cluster) -> list[Row]:
-    """TTFT of each turn, medians of conversations in turns, and how many turns moved KV."""
+    """Median TTFT of each turn, and the number of turns that moved KV."""
     moved = [0] * TURNS
     ways = {"through the router": cluster.router, "one node directly": cluster.urls[0]}
     times: dict[str, list[list[float]]] = {name: [] for name in ways}
@@ -130,7 +130,7 @@ async def chat(cluster: Cluster) -> list[Row]:
 
 
 async def fetch(cluster: Cluster) -> list[Row]:
-    """A prefix that the other node has, and none."""
+    """TTFT with a prefix from the other node, and without any."""
     fetched, computed = list[float](), list[float]()
     before = await from_peers(cluster)
     for number in range(6):
@@ -153,14 +153,14 @@ async def fetch(cluster: Cluster) -> list[Row]:
 
 
 async def from_peers(cluster: Cluster) -> float:
-    """Prompt tokens that nodes have fetched."""
+    """Number of prompt tokens that nodes have fetched from peers."""
     name = 'kvbaton_prompt_tokens_total{source="peer"}'
     found = [await counters(cluster.session, url) for url in cluster.urls]
     return sum(metrics.get(name, 0.0) for metrics in found)
 
 
 async def cached(cluster: Cluster) -> list[Row]:
-    """The new twentieth of a long prompt, by P alone and through P and D."""
+    """TTFT of a long prompt with 95 % cached, on P alone and through P and D."""
     whole = 64000
     source = cluster.urls[cluster.roles.index("prefill")]
     ways = {"P alone": source, "P and D": cluster.router}
@@ -184,7 +184,7 @@ async def cached(cluster: Cluster) -> list[Row]:
 
 
 async def measure(router: str, name: str, args: argparse.Namespace) -> list[Row]:
-    """All parts that are for this cluster."""
+    """Run all parts for this cluster."""
     timeout, connector = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         cluster = Cluster(session, router, 32 if args.small else 1)
@@ -203,13 +203,13 @@ async def measure(router: str, name: str, args: argparse.Namespace) -> list[Row]
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, print a table, and write JSON."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--small", action="store_true", help="a small model, lengths by 32, on CPU")
+    parser.add_argument("--small", action="store_true", help="a small model on CPU, lengths / 32")
     parser.add_argument("--chunk", type=int, default=2048, help="--max-num-batched-tokens")
-    parser.add_argument("--itl-slo", type=float, help="milliseconds, of the nodes of any role")
+    parser.add_argument("--itl-slo", type=float, help="ITL objective in ms, for nodes of any role")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     layouts = {

@@ -1,11 +1,12 @@
-"""Decode and prefill of every shape of weights that is served, beside its walls, on one GPU.
+"""Decode and prefill of every supported model shape on one GPU, beside their lower bounds.
 
     python -m benchmarks.bench_gpu_shapes --shapes 8b 8b-fp8 qwen3-30b-a3b --json shapes.json
 
-Whole models with dummy weights, each in a process of its own. A decode step's wall is the time in
-which a bare loop (one launch a weight, in a CUDA graph) reads what the step must read: every
-weight once, of a mixture the experts that its tokens hit (counted in the same run), and the K and V
-in sight, at the speed that the loop reached. Prefill stands beside the same products, bare.
+Whole models with dummy weights are measured, each in its own process. The wall of a decode step is
+the time in which a bare loop (one launch per weight, in a CUDA graph) reads what the step must
+read: every weight once (of a mixture, the experts that its tokens hit, counted in the same run),
+and the attended K and V at the speed that the loop reached. Prefill is compared with its bare
+products.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ PROMPT, STEPS, COUNTED_STEPS = 512, 50, 4
 PREFILL_LENGTH = 4096
 CHUNK = 8192
 WORDS = 16384
-"""int32 words that a program of the bare loop reads."""
+"""Number of int32 words that a program of the bare loop reads."""
 
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 _SOME = {"hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 1}
@@ -150,7 +151,7 @@ SHAPES["qwen3-30b-a3b-fp8"] = SHAPES["qwen3-30b-a3b"] | {
         "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "mlp.gate"],
     }
 }  # fmt: skip
-SHAPES["gpt-oss-20b-mxfp4"] = SHAPES["gpt-oss-20b"] | {  # as it is published
+SHAPES["gpt-oss-20b-mxfp4"] = SHAPES["gpt-oss-20b"] | {  # as published
     "quantization_config": {
         "quant_method": "mxfp4",
         "modules_to_not_convert": [
@@ -160,12 +161,12 @@ SHAPES["gpt-oss-20b-mxfp4"] = SHAPES["gpt-oss-20b"] | {  # as it is published
     }
 }  # fmt: skip
 PROMPTS = {"8b": 16, "8b-fp8": 16, "8b-fp8-block": 16}
-"""Of 4096 tokens; 4 of the others."""
+"""Number of prompts of 4096 tokens, by shape; 4 for others."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement beside its wall, both in `unit`."""
+    """A measurement and its wall, both in `unit`."""
 
     name: str
     ours: float
@@ -203,11 +204,11 @@ def _read_kernel(
 
 
 class BareReads:
-    """What a decode step must read of a model's weights, one launch each.
+    """Reads of a model's weights that a decode step needs, one launch each.
 
     Args:
-        model: the model.
-        hits: experts that a layer's tokens hit, on average; 0 without experts.
+        model: The model.
+        hits: Mean number of experts that a layer's tokens hit; 0 without experts.
     """
 
     def __init__(self, model: LlamaForCausalLM, hits: float) -> None:
@@ -226,7 +227,7 @@ class BareReads:
                     packed = weight.dtype in (PACKED, torch.int32)  # with scales: 4.25 bits each
                     if packed or ("bias" not in name and "scale" not in name):
                         slices, share = round(hits) + module.shared, 1.0
-                        if packed:  # less the columns that fill up a block
+                        if packed:  # without the columns that pad a block
                             depth = depths[name.rpartition("_")[0]]
                             share = depth / (weight.shape[1] * COLUMNS)
                         self._add(weight, slices, stacked=True, share=share)
@@ -247,20 +248,20 @@ class BareReads:
         )  # fmt: skip
 
     def seconds(self) -> float:
-        """For all of them, as one CUDA graph."""
+        """Seconds of all reads as one CUDA graph."""
         return time_calls(self.calls, replays=8) * len(self.calls) / 1e6
 
 
 def stored_rows(projection: LatentProjection) -> Tensor:
-    """As many rows as the checkpoint has, without those that make keys and values equally wide."""
+    """The checkpoint's rows, without the padding that makes keys and values equally wide."""
     count = projection.mla.nope_dim + projection.mla.value_dim
     return projection.weight[:, :count].flatten(0, 1)
 
 
 def kv_bytes(bench: Bench, batch: int) -> int:
-    """Bytes of K and V that the queries of a step in the middle of the run see.
+    """Bytes of K and V that a decode step in the middle of the run reads.
 
-    States are read and written.
+    States count twice: they are read and written.
     """
     (worker,) = bench.core.executor.workers
     runner: CudaRunner = worker.runner  # type: ignore[attr-defined]
@@ -277,7 +278,7 @@ def kv_bytes(bench: Bench, batch: int) -> int:
 
 
 def experts_hit(bench: Bench, batch: int) -> float:
-    """Different experts that a mixture's tokens hit in a decode step, on average, without graphs.
+    """Mean number of different experts per layer that a decode step hits, run without graphs.
 
     Prompts and greedy tokens are those of `decode_step`.
     """
@@ -293,7 +294,7 @@ def experts_hit(bench: Bench, batch: int) -> float:
     routers = [module for module in runner.model.modules() if isinstance(module, Router)]
     hooks = [router.register_forward_hook(count) for router in routers]
     runner.graphs = None
-    steps = COUNTED_STEPS + cdiv(batch * PROMPT, CHUNK - batch)  # until all of them decode
+    steps = COUNTED_STEPS + cdiv(batch * PROMPT, CHUNK - batch)  # until all decode
     bench.run(random_prompts(batch, PROMPT, batch), steps)
     runner.graphs = graphs
     for hook in hooks:
@@ -305,7 +306,7 @@ def experts_hit(bench: Bench, batch: int) -> float:
 
 
 def bare_products(model: LlamaForCausalLM, tokens: int) -> list[Callable[[], object]]:
-    """Every product of a step of so many prompt tokens, with inputs that are there already."""
+    """All products of a step of `tokens` prompt tokens, with inputs made beforehand."""
     inputs: dict[tuple[Any, ...], Tensor] = {}
 
     def given(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -359,7 +360,7 @@ def bare_products(model: LlamaForCausalLM, tokens: int) -> list[Callable[[], obj
 
 
 def bare_prefill(model: LlamaForCausalLM, tokens: int) -> float:
-    """Prompt tokens per second if there were nothing but products."""
+    """Prompt tokens per second of the products alone."""
     calls = bare_products(model, CHUNK)
 
     def run() -> None:
@@ -368,12 +369,12 @@ def bare_prefill(model: LlamaForCausalLM, tokens: int) -> float:
 
     run()
     steps = max(1, tokens // CHUNK)
-    # As long as the prefill takes, so that clocks are what they are then.
+    # For as long as the prefill takes, so that GPU clocks are the same.
     return CHUNK * 1e6 / statistics.median([time_once(run) for _ in range(steps + 1)][-steps:])
 
 
 def measure(name: str, args: argparse.Namespace) -> list[Row]:
-    """All figures of one shape."""
+    """Measure one shape."""
     folder = dummy_folder(Path(tempfile.mkdtemp()) / "model", SHAPES[name])
     config = EngineConfig(
         model=str(folder),
@@ -421,7 +422,7 @@ def measure(name: str, args: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    """Measure each shape in a process of its own; print a table, write JSON."""
+    """Measure each shape in its own process; print a table and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--json", type=Path)

@@ -1,12 +1,12 @@
-"""A host tier beside an engine on a GPU: loads into device memory, and decoding meanwhile.
+"""A host-memory store on a GPU engine: loads into device memory, and decoding meanwhile.
 
     python -m benchmarks.bench_gpu_store --json gpu-store.json
 
-Llama-3-8B's shape, dummy weights, a `memory` store. *Bare*: `cudaMemcpyAsync` of as many bytes in
-pieces of a block between pinned memory and the device, and nothing else. *Load*: the blocks of a
-prompt by the engine's own way, sums verified: straight into them, and by pinned memory as for a
-store that does not reach a GPU. Decoding: milliseconds between tokens of a batch, by turns with
-loads, one after the other without a pause, and without; ratios are within a pair of turns.
+Llama-3-8B's shape with dummy weights and a `memory` store. *Bare* is `cudaMemcpyAsync` of as many
+bytes, block by block, between pinned memory and the device. *Load* is the engine's own load of a
+prompt's blocks, digest sums verified: directly into the blocks, and through pinned memory as for a
+store that can't access a GPU. Decoding is milliseconds between tokens of a batch, in turns with
+continuous loads and without loads; ratios are within a pair of turns.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ LENGTH = 16384
 ROUNDS = 5
 BATCHES = (32, 128)
 TURNS = 8
-"""Of each kind, by turns."""
+"""Number of turns with loads, and of turns without."""
 STEPS = 40
-"""Of a turn; the first ones are not counted."""
+"""Decode steps per turn; the first ones are not counted."""
 LEAD_STEPS = 4
 LOAD_STEPS = 60
-"""Most of one load: the last one of a turn goes on after it."""
+"""Most decode steps during one load: the last load of a turn outlasts the turn."""
 POLL_S = 0.0002
 
 Row = dict[str, Any]
 
 
 class IdleDesk(Desk):
-    """A mailbox that lets the engine sleep until something happens."""
+    """A mailbox that lets the engine sleep until an event."""
 
     def receive(self, timeout: float, wake_fd: int) -> list[ToCore]:
-        """See `Desk.receive`."""
+        """As `Desk.receive`, but wait until there is a message or the core is woken."""
         if not self.inbox:
             select.select([wake_fd], [], [], timeout)
         return super().receive(timeout, wake_fd)
@@ -70,17 +70,17 @@ class StoreBench(Bench):
         self.blocks = self.core.scheduler.blocks
 
     def settle(self) -> None:
-        """Until nothing is left to save."""
+        """Run until no saves are left."""
         while not self.core.is_idle():
             self.core.turn()
 
     def counter(self, name: str, part: str) -> float:
-        """A counter of the store."""
+        """Value of a counter of the store."""
         counters = self.core.metrics().counters
         return sum(v for key, v in counters.items() if f"store_{name}" in key and part in key)
 
     def keep(self, prompt: tuple[int, ...]) -> tuple[float, float, tuple[BlockRun, ...]]:
-        """Milliseconds to the first token computed, and loaded; and what was loaded."""
+        """TTFT in ms if the prompt is computed, and if it is loaded; and the loaded runs."""
         computed = self.run([prompt], 1)[0][0]
         self.settle()
         self.core.reset_prefix_cache()
@@ -97,7 +97,7 @@ class StoreBench(Bench):
 
 
 def main() -> None:
-    """Measure, print tables, write JSON."""
+    """Measure, print tables, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--length", type=int, default=LENGTH)
@@ -147,7 +147,7 @@ def main() -> None:
 def bandwidths(
     bench: StoreBench, runs: tuple[BlockRun, ...], size: int, count: int, rounds: int
 ) -> list[Row]:
-    """One row per way, all of them in each round."""
+    """One row per way; each round measures all ways."""
     direct: BlockStaging = bench.worker._staging
     bounced = bench.worker._executor.staging(bench.worker.forms)
     ways = {
@@ -175,7 +175,7 @@ def bandwidths(
 
 
 def bare(size: int, count: int, *, to_device: bool) -> float:
-    """Seconds of copies of `count` blocks between pinned memory and the device."""
+    """Seconds to copy `count` blocks between pinned memory and the device."""
     copies = CudaCopies()
     host = torch.empty(count * size, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(count * size, dtype=torch.uint8, device="cuda")
@@ -188,7 +188,7 @@ def bare(size: int, count: int, *, to_device: bool) -> float:
 
 
 def load(bench: StoreBench, runs: tuple[BlockRun, ...], staging: BlockStaging) -> float:
-    """Seconds of a load that the engine's thread takes no part in."""
+    """Seconds of a load without the engine's thread."""
     bench.worker._staging = staging
     order = LoadBlocks(runs=runs)
     began = time.perf_counter()
@@ -201,14 +201,14 @@ def load(bench: StoreBench, runs: tuple[BlockRun, ...], staging: BlockStaging) -
 
 
 def is_over(order: LoadBlocks) -> bool:
-    """Whether all of it is there."""
+    """Whether the load is complete."""
     return order.seconds > 0
 
 
 def decode(bench: StoreBench, batch: int, runs: tuple[BlockRun, ...], num_bytes: int) -> Row:
-    """Milliseconds between tokens with and without loads, by turns."""
+    """Milliseconds between tokens, in turns with and without loads."""
     bench.core.reset_prefix_cache()
-    bench.store.committed = lambda *_: None  # type: ignore[method-assign]  # saves are another matter
+    bench.store.committed = lambda *_: None  # type: ignore[method-assign]  # saves are not measured
     most = LEAD_STEPS + TURNS * (2 * STEPS + LOAD_STEPS)
     bench.submit(random_prompts(batch, 512, batch), most)
     times = bench.desk.times
@@ -257,7 +257,7 @@ def decode(bench: StoreBench, batch: int, runs: tuple[BlockRun, ...], num_bytes:
 
 
 def told(ratios: Sequence[float]) -> str:
-    """The lowest and the highest one."""
+    """Text of the lowest and the highest ratio."""
     return f"{min(ratios):.3f} to {max(ratios):.3f}"
 
 

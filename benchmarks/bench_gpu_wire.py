@@ -1,11 +1,11 @@
-"""A transport between two GPUs: GB/s of scattered blocks of 2 MiB, by size of their pieces.
+"""A transport between two GPUs: GB/s for scattered blocks of 2 MiB, by size of the pieces.
 
     python -m benchmarks.bench_gpu_wire [--transport nccl | tcp]
     python -m benchmarks.bench_gpu_wire --run 16
 
-With ``--run`` so many blocks follow each other on both sides, as those of a prompt do while a pool
-is not in pieces, and pieces are as long as they are or longer. From `write` to the moment at which
-the target's process has seen the notice and said so.
+With ``--run N``, N blocks are adjacent on both sides, as those of a prompt are while the pool is
+not fragmented, and pieces are at least as long. Time is from `write` until the target's process has
+received the notice and answered.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ BLOCKS = 2048
 SIZES = (8, 64, 128, 512)
 PIECES = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20)
 ROWS = {"nixl": PIECES, "nccl": PIECES[-1:], "tcp": (4 << 10, 64 << 10, 2 << 20)}
-"""Lengths to try: of NIXL's pieces, or of the rows that are written."""
+"""Lengths in bytes to measure: of NIXL's pieces, or of the rows of a write."""
 LONG_PIECES = (2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)
 
 
 def open_transport(name: str, gpu: int) -> tuple[Transport, object]:
-    """A transport with a pool on a GPU."""
+    """Open a transport and register a pool on a GPU."""
     import torch
 
     from kvbaton.connectors.registry import load_transport
@@ -46,14 +46,14 @@ def open_transport(name: str, gpu: int) -> tuple[Transport, object]:
 
 
 def last_gpu() -> int:
-    """The second GPU; where there is none, the first, which `tcp` and `nixl` take as well."""
+    """The second GPU; if there is none, the first, which works with `tcp` and `nixl`."""
     import torch
 
     return min(1, torch.cuda.device_count() - 1)
 
 
 def far_side(name: str, pipe: Connection) -> None:
-    """Tell of every notice, until told to stop."""
+    """Run the target: answer every notice until told to stop."""
     transport, _pool = open_transport(name, last_gpu())
     pipe.send(transport.card())
     while not pipe.poll():
@@ -62,7 +62,7 @@ def far_side(name: str, pipe: Connection) -> None:
 
 
 def ranges_of(blocks: int, length: int) -> Ranges:
-    """Scattered rows of a length that hold as much as so many blocks."""
+    """Scattered rows of `length` bytes that hold as much as `blocks` blocks."""
     order, room = np.random.default_rng(blocks), BLOCKS * BLOCK // length
     rows = np.zeros((blocks * BLOCK // length, len(RangeColumn)), np.int64)
     rows[:, RangeColumn.SOURCE_OFFSET] = order.permutation(room)[: len(rows)] * length
@@ -72,7 +72,7 @@ def ranges_of(blocks: int, length: int) -> Ranges:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transport", default="nixl", choices=["nixl", "nccl", "tcp"])
     parser.add_argument("--run", type=int, default=1, choices=[1, 2, 4, 8, 16], help="nixl only")

@@ -1,11 +1,12 @@
-"""What a hand-over costs: time to the second token through P and D, minus that of one node.
+"""Cost of a hand-over: time to the second token through P and D, minus that on one node.
 
-The first token comes straight from P and would hide the transfer; the second one needs it. Requests
-go in pairs, through the router and to the prefill node alone, in alternating order and within one
-run, so that both sides see the same noise. All on this machine: with two cores, P's and D's work
-compete, which a real pair of machines does not have.
+The first token comes from P and would hide the transfer; the second token needs it. Requests are
+sent in pairs, through the router and to the prefill node alone, in alternating order within one
+run, so that both see the same noise. All run on this machine: on two cores, the work of P and D
+competes, unlike on a pair of machines.
 
-Prompts differ (no prefix cache helps). The share is of TTFT plus one decode step on one node.
+All prompts differ, so there are no prefix hits. The share is relative to TTFT plus one decode step
+on one node.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ MODEL = CheckpointSpec(
     max_position_embeddings=8192,
     tied=True,
 )
-"""About 100 million parameters, of which 24 million are the embedding."""
+"""A model of about 100 million parameters, 24 million of them the embedding."""
 
 START_TIMEOUT_S = 120.0
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 4096])
-    parser.add_argument("--pairs", type=int, default=7, help="per length")
+    parser.add_argument("--pairs", type=int, default=7, help="pairs of requests per length")
     parser.add_argument("--chunk", type=int, default=512, help="--max-num-batched-tokens")
     parser.add_argument("--transport", default="nixl")
     parser.add_argument("--out", type=Path)
@@ -63,14 +64,14 @@ def main() -> None:
 
 
 def cluster(model: Path, flags: list[str]) -> AbstractContextManager[tuple[str, int]]:
-    """A cluster of one prefill and one decode node, one thread each; see `cluster_of`."""
+    """A cluster of a prefill and a decode node of one thread each; see `cluster_of`."""
     words = [f"--model={model}", "--prefill=1", "--decode=1", "--num-threads=1"]
-    words.append("--policy=least-loaded")  # hands over always, unless flags say otherwise
+    words.append("--policy=least-loaded")  # always hands over, unless flags override it
     return cluster_of([*words, *flags], {"OMP_NUM_THREADS": "1"})
 
 
 async def measure(router: str, lengths: list[int], pairs: int) -> list[dict[str, Any]]:
-    """One row per prompt length."""
+    """Measure; one row per prompt length."""
     timeout = aiohttp.ClientTimeout(total=START_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         async with session.get(f"{router}/nodes") as response:
@@ -94,7 +95,7 @@ async def measure(router: str, lengths: list[int], pairs: int) -> list[dict[str,
 async def one_pair(
     session: aiohttp.ClientSession, urls: Mapping[str, str], model: str, length: int, number: int
 ) -> dict[str, Shot]:
-    """The same request both ways, in either order; the prefix cache is empty each time."""
+    """Send one request both ways, in alternating order, with an empty prefix cache each time."""
     chance = random.Random(length * 1000 + number)
     prompt = chance.choices(range(3, 256), k=length)
     names = sorted(urls, reverse=bool(number % 2))
@@ -110,7 +111,7 @@ async def one_pair(
 
 
 def row_of(length: int, taken: list[dict[str, Shot]]) -> dict[str, Any]:
-    """Medians over pairs, milliseconds."""
+    """Medians over pairs, in milliseconds."""
     alone = [pair["one node"] for pair in taken]
     over = [pair["handed over"] for pair in taken]
     cost = [1000 * (b.after(1) - a.after(1)) for a, b in zip(alone, over, strict=True)]

@@ -3,7 +3,7 @@
     python benchmarks/bench_kernels.py --out kernels.json
 
 Prints a table and writes the same rows as JSON. Each figure is the median over replays of a CUDA
-graph; inputs rotate over several copies, so that the cache of the GPU does not hold them.
+graph; inputs rotate over several copies, so that they are not in the GPU's cache.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ GEMMS = {
     "lm_head": (128256, 4096),
 }
 MIXTURES = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "Mixtral-8x7B": (8, 2, 4096, 14336)}
-"""Experts, of a token, hidden size, intermediate size."""
+"""By model: number of experts, experts per token, hidden size, intermediate size."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: microseconds per call, and a rate of `unit` where one makes sense."""
+    """One measurement: microseconds per call, and a rate in `unit` where meaningful."""
 
     op: str
     case: str
@@ -71,9 +71,9 @@ class Row:
 
 
 def time_calls(calls: Sequence[Callable[[], object]], replays: int = 20) -> float:
-    """Microseconds per call: `calls`, one after the other, as one CUDA graph."""
+    """Microseconds per call of `calls`, run in order as one CUDA graph."""
     stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()  # inputs are made on another
+    torch.cuda.synchronize()  # inputs are made on another stream
     with torch.cuda.stream(stream):
         for call in calls:
             call()
@@ -87,7 +87,7 @@ def time_calls(calls: Sequence[Callable[[], object]], replays: int = 20) -> floa
 
 
 def time_once(call: Callable[[], object]) -> float:
-    """Microseconds between events around `call`."""
+    """Microseconds of `call`, between two events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     call()
@@ -102,7 +102,7 @@ def randn(*shape: int, std: float = 1.0) -> Tensor:
 
 
 def bench_gemms() -> Iterator[Row]:
-    """Products through weights, by batch: the library's, and ours where it is taken."""
+    """Products with weights, by batch: the library's, and ours where it is used."""
     workspace = Workspace(torch.device("cuda"))
     for name, (rows, columns) in GEMMS.items():
         weights = [randn(rows, columns, std=0.02) for _ in range(COPIES)]
@@ -118,7 +118,7 @@ def bench_gemms() -> Iterator[Row]:
 
 
 def bench_fp8() -> Iterator[Row]:
-    """Products through weights in FP8 as layers do them, quantising included, and the bare ones."""
+    """Products with FP8 weights as in layers, including quantisation, and bare ones."""
     one = torch.ones((), device="cuda")
     for name, (rows, columns) in GEMMS.items():
         if name == "lm_head":
@@ -152,7 +152,7 @@ def bench_fp8() -> Iterator[Row]:
 
 
 def bench_rows() -> Iterator[Row]:
-    """The element-wise ops."""
+    """Element-wise ops."""
     for tokens in (1, 32, 256, 8192):
         weight = randn(HIDDEN)
         pairs = [(randn(tokens, HIDDEN), randn(tokens, HIDDEN)) for _ in range(COPIES)]
@@ -166,9 +166,9 @@ def bench_rows() -> Iterator[Row]:
 
 
 def bench_experts() -> Iterator[Row]:
-    """Experts of one layer, and their router; and as a loop over those that are hit.
+    """Experts of one layer and their router; also as a loop over the experts that are hit.
 
-    The loop asks the device which experts have tokens, so it is timed without a graph.
+    The loop reads from the device which experts have tokens, so it is timed without a graph.
     """
     for name, (experts, top_k, size, middle) in MIXTURES.items():
         gate_up = randn(experts, 2 * middle, size, std=0.02)
@@ -192,7 +192,7 @@ def bench_experts() -> Iterator[Row]:
 
 
 def make_cache(num_blocks: int, layers: int) -> Tensor:
-    """A random pool in the default layout."""
+    """A random KV pool in the default layout."""
     return randn(num_blocks, KV_HEADS, layers, 2, BLOCK_SIZE, HEAD_DIM)
 
 
@@ -259,7 +259,7 @@ def bench_decode_attention() -> Iterator[Row]:
 
 
 def bench_latent_attention() -> Iterator[Row]:
-    """Decode attention among latents, by heads, batch and context; prompts over expanded ones."""
+    """Decode attention over latents, by heads, batch and context; prefill over expanded ones."""
     cases = [(1, 512), (1, 16384), (1, 131072), (32, 512), (32, 8192), (128, 512), (128, 2048)]
     for heads, (batch, context) in product((16, 128), cases):
         tables, lengths, blocks = make_tables(batch, context)
@@ -328,11 +328,11 @@ def bench_prefill_attention() -> Iterator[Row]:
 
 
 DELTA_KEY_HEADS, DELTA_HEADS, DELTA_DIM, DELTA_CHANNELS = 16, 32, 128, 512
-"""Of Qwen3-Next-80B-A3B's gated delta rule."""
+"""Sizes of Qwen3-Next-80B-A3B's gated delta rule."""
 
 
 def delta_states(decodes: int, prompts: Sequence[int]) -> rule.LayerStates:
-    """Rows of so many tokens in a random pool."""
+    """States in a random pool for `decodes` decoding rows and prompts of given lengths."""
     rows = decodes + len(prompts)
     data = torch.randn(rows + 1, DELTA_KEY_HEADS, 12 + 256, DELTA_DIM, device="cuda")
     blocks = torch.arange(rows, device="cuda") + 1
@@ -346,7 +346,7 @@ def delta_states(decodes: int, prompts: Sequence[int]) -> rule.LayerStates:
 
 
 def delta_inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `delta_rule_inputs` takes for so many tokens."""
+    """Inputs of `delta_rule_inputs` for a number of tokens."""
     projected = randn(tokens, DELTA_KEY_HEADS, DELTA_CHANNELS + 256)[..., :DELTA_CHANNELS]
     rates, weight = randn(tokens, DELTA_KEY_HEADS, 2, 2), randn(DELTA_KEY_HEADS, DELTA_CHANNELS, 4)
     return projected, rates, weight, torch.randn(2, DELTA_HEADS, device="cuda")
@@ -366,7 +366,7 @@ DELTA_CASES: dict[str, tuple[int, tuple[int, ...]]] = {
 
 
 def bench_delta_rule() -> Iterator[Row]:
-    """The gated delta rule of one layer: what goes in, and the rule; and both in plain torch."""
+    """The gated delta rule of one layer and its inputs, by kernels and in plain torch."""
     for case, (decodes, prompts) in DELTA_CASES.items():
         tokens = decodes + sum(prompts)
         states, inputs = delta_states(decodes, prompts), delta_inputs(tokens)
@@ -393,7 +393,7 @@ def bench_delta_rule() -> Iterator[Row]:
 
 
 def bench_delta_tiles() -> Iterator[Row]:
-    """How the kernels of its prompts may be launched."""
+    """Launch options of the gated delta rule's prefill kernels."""
     kept, solves = dict(rule.SCAN[2]), dict(rule.SOLVE[2])
     for case in ("2 x 4096", "1 x 8192"):
         decodes, prompts = DELTA_CASES[case]
@@ -417,7 +417,7 @@ def bench_delta_tiles() -> Iterator[Row]:
 
 
 def _tried(op: str, case: str, call: Callable[[], object]) -> Iterator[Row]:
-    """A measurement, unless it does not fit."""
+    """Measure a call, unless it does not fit the GPU."""
     try:
         yield Row(op, case, time_calls([call]))
     except Exception as error:
@@ -425,7 +425,7 @@ def _tried(op: str, case: str, call: Callable[[], object]) -> Iterator[Row]:
 
 
 def bench_moves() -> Iterator[Row]:
-    """Merging of states, and keys of a sequence made contiguous."""
+    """Merge of attention states, and gather of a sequence's pages."""
     states = [randn(2048, HEADS, HEAD_DIM) for _ in range(2)]
     lse = [torch.randn(2048, HEADS, device="cuda") for _ in range(2)]
     us = time_calls([partial(merge_attention_states, states[0], lse[0], states[1], lse[1])])
@@ -440,7 +440,7 @@ def bench_moves() -> Iterator[Row]:
 
 
 def bench_digests() -> Iterator[Row]:
-    """Digest sums of whole blocks (of what arrived), and of the tokens that a step wrote."""
+    """Digest sums of whole blocks (that were received), and of tokens written by a step."""
     tokens = 16384
     tables, _, blocks = make_tables(1, tokens)
     cache, ids = make_cache(blocks, LAYERS), tables[0]
@@ -459,7 +459,7 @@ def bench_digests() -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Parts:
-    """Which parts of a decode step to run, so that their times can be told apart."""
+    """Parts of a decode step to run, to separate their times."""
 
     gemms: bool = True
     attention: bool = True
@@ -467,7 +467,7 @@ class Parts:
 
 
 class DecodeStep:
-    """One decode step with random weights: what a model runner would capture in a graph."""
+    """A decode step with random weights, as a model runner captures it in a graph."""
 
     def __init__(self, context: int, max_batch: int) -> None:
         shapes = ("qkv", "o", "gate_up", "down")
@@ -484,7 +484,7 @@ class DecodeStep:
         self.wide = {rows: randn(max_batch, rows) for rows, _ in GEMMS.values()}
 
     def __call__(self, batch: int, parts: Parts) -> Tensor:
-        """Next tokens [batch], or whatever the chosen parts leave."""
+        """Next tokens [batch], or the result of the chosen parts."""
         hidden, residual = self.wide[HIDDEN][:batch], self.residual[:batch].clone()
         for layer, (qkv, o, gate_up, down) in enumerate(self.layers):
             hidden = self._norm(hidden, residual, parts)
@@ -551,7 +551,7 @@ BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 def main() -> None:
-    """Run the benches asked for."""
+    """Run the selected benchmarks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""The longest gap that a client sees when its request moves to another node, and what it costs.
+"""Longest gap that a client sees when its request migrates to another node.
 
     python -m benchmarks.bench_migration --small --input-len 512 --output-len 400  # on this CPU
     python -m benchmarks.bench_migration                  # the 8B shape, on two GPUs
 
-Streams of equal prompts' lengths run on one node; in the middle of them the other one takes all of
-them over (``POST /nodes/{id}/migrate``). Gaps are a client's, of the tokens before the move began
-and of those from then on.
+Streams with prompts of equal length run on one node; halfway, the other node takes all of them over
+(``POST /nodes/{id}/migrate``). Gaps between tokens are measured by the clients, before the
+migration begins and from then on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.checkpoints import make_checkpoint
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--small", action="store_true", help="a small model on this CPU")
     parser.add_argument("--streams", type=int, default=32)
@@ -58,13 +58,13 @@ def main() -> None:
 
 
 def cluster(flags: list[str]) -> AbstractContextManager[tuple[str, int]]:
-    """Two nodes of any role that serve alone; see `cluster_of`."""
+    """A cluster of two nodes that serve alone; see `cluster_of`."""
     words = ["--any=2", "--policy=least-loaded", "--min-handover-tokens=1000000"]
     return cluster_of([*words, *flags])
 
 
 async def measure(router: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row of before, one of from the move on."""
+    """One row before the migration, one from its beginning on."""
     timeout = aiohttp.ClientTimeout(total=400)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -76,7 +76,7 @@ async def measure(router: str, args: argparse.Namespace) -> list[dict[str, Any]]
         model = await served_model(session, router)
         async with session.get(f"{router}/nodes") as response:
             source, target = (n["node_id"] for n in (await response.json())["nodes"])
-        # Both nodes have run such steps once before they are timed.
+        # Both nodes run such steps once before they are timed.
         for prompt in random_prompts(4, args.input_len, 1):
             await shoot(session, router, model, prompt, 8)
         await post(f"/nodes/{target}/pause")
@@ -101,7 +101,7 @@ async def measure(router: str, args: argparse.Namespace) -> list[dict[str, Any]]
     for shot in shots:
         if shot.error or len(shot.times) != args.output_len:
             raise SystemExit(f"a stream failed: {shot.error or len(shot.times)}")
-    steady = max(shot.times[0] for shot in shots)  # the last prompt is computed
+    steady = max(shot.times[0] for shot in shots)  # the last prompt has been computed
     count = int(done.get('kvbaton_router_moves_total{outcome="moved"}', 0.0))
     return [
         row("before", shots, steady, began, 0),
@@ -110,7 +110,7 @@ async def measure(router: str, args: argparse.Namespace) -> list[dict[str, Any]]
 
 
 def row(name: str, shots: list[Shot], begin: float, end: float, moved: int) -> dict[str, Any]:
-    """Gaps (ms) that ended within a time."""
+    """Gaps (ms) that ended between `begin` and `end`."""
     gaps = [
         1e3 * gap
         for shot in shots

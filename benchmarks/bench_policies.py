@@ -1,12 +1,13 @@
-"""Policies on two real nodes of this machine's CPU, and in the simulator: the same order?
+"""Do policies rank the same on two real CPU nodes and in the simulator?
 
     python -m benchmarks.bench_policies --json policies.json
 
-One thread each, a model of 25 million parameters, Poisson arrivals, prompts and answers of mixed
-lengths. Each policy serves the same requests, on nodes that are started for it and have served as
-many others before. Then the simulator does, with what steps and hand-overs took by the nodes' own
-figures (`kvbaton_step_cost_seconds`, `kvbaton_wire_cost_seconds`; medians of all nodes). It needs
-three cores to itself, or a rate at which the nodes rest: two nodes and who asks them share them.
+Nodes of one thread each serve a model of 25 million parameters, with Poisson arrivals, and prompts
+and answers of mixed lengths. Each policy serves the same requests, on nodes started for it that
+have served as many others before. Then the simulator serves them, with the costs of steps and
+hand-overs that the nodes measured (`kvbaton_step_cost_seconds`, `kvbaton_wire_cost_seconds`;
+medians over all nodes). The two nodes and the client need three free cores, or a rate at which the
+nodes are often idle.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ BLOCK, CHUNK, MAX_MODEL_LEN = 16, 512, 2040
 
 
 def requests(args: argparse.Namespace, seed: int, since: float = 0.0) -> list[TraceRequest]:
-    """Arrivals of one run, that begins then."""
+    """Arrivals of one run that begins at `since` (seconds)."""
     chance, at, found = random.Random(seed), since, list[TraceRequest]()
     for number in range(args.requests):
         at += chance.expovariate(args.rate)
@@ -53,7 +54,7 @@ Figures = dict[str, float]
 
 
 def figures(ttfts: Sequence[float], paces: Sequence[float], good: float) -> Figures:
-    """What is compared."""
+    """Figures to compare."""
     return {
         "good": good,
         "TTFT p50, ms": 1e3 * percentile(ttfts, 50),
@@ -64,7 +65,7 @@ def figures(ttfts: Sequence[float], paces: Sequence[float], good: float) -> Figu
 
 
 def words_of(spec: str, args: argparse.Namespace) -> list[str]:
-    """Of ``kvbaton up``, for a policy and its nodes."""
+    """Arguments of ``kvbaton up`` for a policy and its nodes."""
     policy, _, nodes = spec.partition("@")
     counts = re.findall(r"(\d+)([APD])", nodes)
     words = [f"--{LETTERS[letter]}={count}" for count, letter in counts]
@@ -74,11 +75,11 @@ def words_of(spec: str, args: argparse.Namespace) -> list[str]:
 
 
 async def real(router: str, args: argparse.Namespace) -> tuple[Figures, list[dict[str, float]]]:
-    """What clients of a cluster saw, and the nodes' metrics."""
+    """Figures seen by clients of a cluster, and the nodes' metrics."""
     timeout, connector = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         model = await served_model(session, router)
-        for seed in (0, args.seed):  # the first ones are to learn from
+        for seed in (0, args.seed):  # the first run is for learning
             asks, chance, began = requests(args, seed), random.Random(seed), time.monotonic()
 
             async def one(ask: TraceRequest, prompt: list[int], began: float = began) -> Shot:
@@ -101,7 +102,7 @@ async def real(router: str, args: argparse.Namespace) -> tuple[Figures, list[dic
 
 
 def engine_of(told: Sequence[Mapping[str, float]], num_blocks: int) -> EngineModel:
-    """The nodes, by their own figures."""
+    """Model of a node from the costs that the nodes measured."""
 
     def cost(name: str, term: str) -> float:
         values = [
@@ -127,7 +128,7 @@ def engine_of(told: Sequence[Mapping[str, float]], num_blocks: int) -> EngineMod
 
 
 def simulated(spec: str, model: EngineModel, args: argparse.Namespace) -> Figures:
-    """The same requests on a virtual clock."""
+    """Figures of the same requests in the simulator."""
     policy, _, nodes = spec.partition("@")
     settings = settings_of(policy, args.ttft_slo, args.itl_slo)
     before = requests(args, 0)
@@ -141,18 +142,18 @@ def simulated(spec: str, model: EngineModel, args: argparse.Namespace) -> Figure
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, print a table, and write JSON."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument
     add("--policies", nargs="+", default=POLICIES, metavar="NAME@NODES")
     add("--rate", type=float, default=1.5, help="requests per second")
-    add("--requests", type=int, default=90, help="of each run")
+    add("--requests", type=int, default=90, help="requests per run")
     add("--lengths", type=int, nargs="+", default=[64, 256, 512, 1024])
     add("--outputs", type=int, nargs="+", default=[8, 32, 96])
-    add("--ttft-slo", type=float, default=1000.0, help="milliseconds")
-    add("--itl-slo", type=float, default=40.0, help="milliseconds, the mean of a request's")
-    add("--seed", type=int, default=1, help="of what counts, at least 1")
+    add("--ttft-slo", type=float, default=1000.0, help="TTFT objective in ms")
+    add("--itl-slo", type=float, default=40.0, help="objective in ms for a request's mean ITL")
+    add("--seed", type=int, default=1, help="seed of the run that counts, at least 1")
     add("--json", type=Path)
     args = parser.parse_args()
     found, told, num_blocks = dict[str, Figures](), list[Mapping[str, float]](), 2000

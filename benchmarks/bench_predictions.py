@@ -1,12 +1,11 @@
-"""How well the router predicts times to first tokens: median error against what it observed.
+"""Median error of the router's TTFT predictions against its observations.
 
     python benchmarks/bench_predictions.py --policy cost
 
-A real cluster of one prefill and one decode node on this machine's CPU, one thread each, with a
-small model. Prompts of mixed lengths, some of which share a prefix, come at random times, first
-some to learn from, then those that count. The router itself tells what it had expected and what
-came of it, and what the cheapest pair and the cheapest single node would have cost (``GET
-/debug/routes``).
+A real cluster of a prefill and a decode node of one thread each serves a small model on this
+machine's CPU. Prompts of mixed lengths, some with a shared prefix, come at random times; the first
+ones are for learning, the others count. The router reports its predictions and observations, and
+the predicted costs of the cheapest pair and the cheapest single node (``GET /debug/routes``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tests.support.checkpoints import make_checkpoint
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--policy", default="cost")
     parser.add_argument("--learn", type=int, default=60, help="requests before those that count")
@@ -38,7 +37,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1.0, help="requests/s")
     parser.add_argument("--transport", default="nixl")
-    parser.add_argument("--routes", type=Path, help="the decisions are written there as JSON")
+    parser.add_argument("--routes", type=Path, help="write the decisions to this file as JSON")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +49,7 @@ def main() -> None:
 
 
 async def measure(router: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per figure."""
+    """Measure; one row per figure."""
     chance = random.Random(0)
     shared = chance.choices(range(3, 4000), k=max(args.lengths))
     timeout = aiohttp.ClientTimeout(total=START_TIMEOUT_S)

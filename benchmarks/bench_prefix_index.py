@@ -1,10 +1,10 @@
-"""The router's index of prefixes: bytes per block, and how long a prompt takes.
+"""The router's prefix index: bytes per block, and time to match a prompt.
 
     python benchmarks/bench_prefix_index.py
 
-One million blocks of 64 nodes: of each chain of 1,000 blocks each node holds a prefix of some
-length. A prompt of 1,000 blocks is matched against all nodes, once with its hashes given, and once
-from its tokens (which hashes only as far as any node holds it).
+The index has one million blocks of 64 nodes; of each chain of 1,000 blocks, every node holds a
+prefix of random length. A prompt of 1,000 blocks is matched against all nodes, once with given
+hashes, and once from its tokens (hashed only as far as any node holds them).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GROUPS = (CachedGroup(BLOCK_SIZE),)
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=1_000_000)
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def row(what: str, value: float) -> dict[str, object]:
-    """One figure."""
+    """Row of one figure."""
     return {"figure": what, "value": round(value, 2)}
 
 

@@ -1,10 +1,10 @@
-"""What token ids of a long prompt cost before its first step, where most of it is cached: CPU time.
+"""CPU time of handling a long prompt's token ids before its first step, with most of it cached.
 
     python benchmarks/bench_prompt_ids.py
 
-From a frontend's list to the runner's rows, as processes pass them on: *asked* (checked, put into
-an `AddRequest`, written), *read* by the core, *added* (checked again), *planned* (block keys
-hashed, looked up and referred to) and *told* to the runner. Of a hand-over both nodes do all but
+The ids go from a frontend's list to the runner's rows as between processes: *asked* (checked, put
+into an `AddRequest`, encoded), *read* by the core, *added* (checked again), *planned* (block keys
+hashed, looked up and referenced) and *told* to the runner. In a hand-over, both nodes do all but
 the first.
 """
 
@@ -33,7 +33,7 @@ PARTS = ("asked", "read", "added", "planned", "told")
 
 
 class Engine:
-    """A scheduler and a runner's tokens; nothing is computed."""
+    """A scheduler and a runner's token rows, without a model."""
 
     def __init__(self, tokens: int) -> None:
         group = GroupSpec(block_size=BLOCK_SIZE, num_blocks=3 * tokens // BLOCK_SIZE)
@@ -49,13 +49,13 @@ class Engine:
         self.rows = Sequences(rows=8, max_tokens=2 * tokens, max_blocks=most, device=device)
 
     def plan(self) -> StepPlan:
-        """The next step."""
+        """Plan the next step."""
         plan = self.scheduler.plan()
         assert plan is not None
         return plan
 
     def finish(self, plan: StepPlan) -> None:
-        """Of a plan whose new sequences the runner knows: its end, and what comes after it."""
+        """End a step whose new sequences the runner knows already, and run all further steps."""
         while True:
             sampled = (Sampled(step.handle, (7,)) for step in plan.steps if step.num_samples)
             self.scheduler.update(StepResult(plan.number, tuple(sampled)))
@@ -68,7 +68,7 @@ class Engine:
 
 
 def turn(engine: Engine, name: str, ids: list[int]) -> list[float]:
-    """Seconds of CPU time by part."""
+    """CPU time in seconds of each part."""
     times = [time.process_time()]
     checked = check_ids("prompt", ids, VOCAB, most=INT32)
     params = SamplingParams(seed=1, max_tokens=1)
@@ -88,7 +88,7 @@ def turn(engine: Engine, name: str, ids: list[int]) -> list[float]:
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[16_384, 65_536])
     parser.add_argument("--repeat", type=int, default=30)

@@ -1,25 +1,25 @@
-"""The router beside a bare streaming proxy, over the same mock nodes, in one run.
+"""The router against a bare streaming proxy, over the same mock nodes, in one run.
 
-A mock node is a small server that makes tokens without a model: one for each running request per
-step, as an engine does. The bare proxy (aiohttp, no parsing) passes a client's request on to the
-mock's OpenAI endpoint and the answer back; the router tokenizes, asks a prefill and a decode mock,
-relays and detokenizes. Mocks say what their steps take and what they have cached, so that the
-router chooses nodes as it does for real ones. Three loads:
+A mock node is a small server that makes tokens without a model: one per step for each running
+request, as an engine does. The bare proxy (aiohttp, no parsing) forwards a client's request to the
+mock's OpenAI endpoint and streams the answer back. The router tokenizes, asks a prefill and a
+decode mock, relays and detokenizes. Mocks report step costs and cached blocks, so that the router
+chooses nodes as it does for real ones. Three loads:
 
-- *full*: as many clients at once as `--clients` says, mocks as fast as they can: requests/s as a
-  share of the proxy's, CPU time per request and per token, and for each further number in
-  `--workers` its requests/s as a multiple of the first one's.
-- *light*: one client, one request after the other: what the router adds to the proxy's latency.
+- *full*: `--clients` clients at once, mocks as fast as they can: requests/s as a share of the
+  proxy's, CPU time per request and per token, and for each further number of `--workers` its
+  requests/s as a multiple of that of the first.
+- *light*: one client, one request after the other: the latency that the router adds to the proxy's.
 - *paced*: clients that keep up, mocks with a step every `--pace` ms: CPU time of the router per
   request and per token (from requests of two lengths), and chunks per token, which must be 1.
 
-With ``--watchers N`` another load instead: a full one, in turns without and with N open pages of
-the router (streams of `GET /events`), and what these cost it while nothing else goes on.
+With ``--watchers N``, instead: full loads in turns without and with N open pages of the router
+(streams of `GET /events`), and the CPU time of the pages without other load.
 
-On two cores everything shares them, so only ratios and CPU times mean something. With cores to
-spare, the load must not be the limit: ``--workers 1 2 --mocks 8 --client-processes 8 --clients
-128``, which takes less than two minutes. The busiest mock's and client's share of a core are
-printed; near 1, use more of them.
+On two cores, which all processes share, only ratios and CPU times are meaningful. With more cores,
+the load must not be the limit: ``--workers 1 2 --mocks 8 --client-processes 8 --clients 128``,
+which takes less than two minutes. The shares of a core of the busiest mock and client are printed;
+if one is near 1, use more of them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ SHORT, LONG = 8, 200
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 START_TIMEOUT_S = 60.0
 IDLE_S = 0.2
-"""An idle mock looks after its frontends so often."""
+"""Interval in seconds at which an idle mock polls its frontends."""
 LOAD_TIMEOUT_S = 300.0
 BLOCK_SIZE = 16
 LOAD = {
@@ -85,20 +85,20 @@ LOAD = {
     "decode_context_s": 1e-5,
     "step_tokens": 4096.0,
 }
-"""What a mock says of its speed, so that policies which count in seconds do so."""
+"""Step costs that a mock reports, for policies that count in seconds."""
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
-    parser.add_argument("--rounds", type=int, default=2, help="full loads, in turns; median")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each load")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of full loads; medians count")
     parser.add_argument("--pace", type=float, default=20.0, help="ms per step of a paced mock")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1], help="of the router")
-    parser.add_argument("--clients", type=int, default=32, help="at once")
-    parser.add_argument("--client-processes", type=int, default=1, help="which share the clients")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1], help="numbers of workers")
+    parser.add_argument("--clients", type=int, default=32, help="concurrent clients")
+    parser.add_argument("--client-processes", type=int, default=1, help="for all clients")
     parser.add_argument("--mocks", type=int, default=1, help="pairs of nodes, a process each")
-    parser.add_argument("--watchers", type=int, default=0, help="open pages; only what they cost")
+    parser.add_argument("--watchers", type=int, default=0, help="measure N open pages instead")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
-    """All loads; one row per figure."""
+    """Run all loads; one row per figure."""
     async with Clients.started(args.client_processes) as clients:
         if args.watchers:
             with mocks("mock", args) as behind:
@@ -135,7 +135,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
 async def full_and_light(
     args: argparse.Namespace, clients: Clients, proxy: Server, behind: list[Server]
 ) -> list[dict[str, object]]:
-    """Requests/s of all at full load, and latency of single requests."""
+    """Requests/s of all servers at full load, and latency of single requests."""
     rows: list[dict[str, object]] = []
     with contextlib.ExitStack() as stack:
         servers = {"bare proxy": proxy}
@@ -178,13 +178,13 @@ async def full_and_light(
 
 @dataclass(frozen=True)
 class Full:
-    """One full load.
+    """Result of one full load.
 
     Attributes:
-        rate: requests per second.
-        cpu_s: of the server per request.
-        mock: cores that the busiest mock used.
-        client: cores that the busiest client process used.
+        rate: Requests per second.
+        cpu_s: CPU seconds of the server per request.
+        mock: Share of a core that the busiest mock used.
+        client: Share of a core that the busiest client process used.
     """
 
     rate: float
@@ -194,7 +194,7 @@ class Full:
 
     @classmethod
     def median(cls, loads: Sequence[Full]) -> Full:
-        """Each figure by itself."""
+        """Median of each figure by itself."""
         columns = zip(*map(dataclasses.astuple, loads), strict=True)
         return cls(*map(statistics.median, columns))
 
@@ -214,7 +214,7 @@ async def full(
 async def watched(
     args: argparse.Namespace, clients: Clients, behind: list[Server]
 ) -> list[dict[str, object]]:
-    """What open pages cost: requests/s and CPU time of pairs of loads, and CPU time without any."""
+    """Cost of open pages: requests/s and CPU time in pairs of loads, and idle CPU time."""
     rows: list[dict[str, object]] = []
     with started_router(args, behind, args.workers[0]) as router:
 
@@ -273,7 +273,7 @@ async def paced(
 
 
 def row(what: str, value: float) -> dict[str, object]:
-    """One figure."""
+    """Row of one figure."""
     return {"what": what, "value": round(value, 3)}
 
 
@@ -281,7 +281,7 @@ def row(what: str, value: float) -> dict[str, object]:
 
 
 class Load(msgspec.Struct):
-    """What one process of clients is to do, as a line of JSON."""
+    """Load for one client process, as a line of JSON."""
 
     port: int
     tokens: int
@@ -290,13 +290,13 @@ class Load(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """What a load led to.
+    """Result of a load.
 
     Attributes:
-        seconds: of each request.
-        rate: requests per second.
-        cores: that the busiest process of clients used.
-        chunks: in all.
+        seconds: Duration of each request.
+        rate: Requests per second.
+        cores: Share of a core that the busiest client process used.
+        chunks: Number of chunks of all requests.
     """
 
     seconds: list[float] = []
@@ -306,7 +306,7 @@ class Done(msgspec.Struct):
 
 
 class Clients:
-    """Processes of clients, which share each load."""
+    """Client processes, which share each load."""
 
     def __init__(self, processes: list[asyncio.subprocess.Process]) -> None:
         self._processes = processes
@@ -314,7 +314,7 @@ class Clients:
     @classmethod
     @contextlib.asynccontextmanager
     async def started(cls, count: int) -> AsyncIterator[Clients]:
-        """So many processes; they end with the context."""
+        """Start `count` processes; they end with the context."""
         processes = [
             await asyncio.create_subprocess_exec(
                 *(sys.executable, __file__, "--serve", "clients"),
@@ -332,7 +332,7 @@ class Clients:
                 await process.wait()
 
     async def load(self, server: Server, tokens: int, *, count: int, seconds: float) -> Done:
-        """So many clients ask one request after the other, for so long."""
+        """Run `count` clients, each with one request after the other, for `seconds`."""
         shares = [count // len(self._processes)] * len(self._processes)
         for index in range(count % len(shares)):
             shares[index] += 1
@@ -361,7 +361,7 @@ class Clients:
 
 
 async def serve_clients(args: argparse.Namespace) -> None:
-    """Carry out loads that standard input names, for ever."""
+    """Run the loads that standard input gives, for ever."""
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         done = await carry_out(msgspec.json.decode(line, type=Load))
@@ -369,7 +369,7 @@ async def serve_clients(args: argparse.Namespace) -> None:
 
 
 async def carry_out(load: Load) -> Done:
-    """One process' part of a load."""
+    """Run one process' share of a load."""
     body = json.dumps(
         {
             "model": MODEL,
@@ -403,12 +403,12 @@ async def carry_out(load: Load) -> Done:
 
 
 class Client(asyncio.Protocol):
-    """Sends a request, reads its answer to the end, and again until the time is up.
+    """Sends a request and reads its answer, again and again until the time is up.
 
     Args:
-        request: head and body.
-        until: on the loop's clock.
-        done: where results go.
+        request: HTTP head and body.
+        until: End, on the loop's clock.
+        done: Result to fill.
     """
 
     def __init__(self, request: bytes, until: float, done: Done) -> None:
@@ -420,7 +420,7 @@ class Client(asyncio.Protocol):
         self.finished: asyncio.Future[None] = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask the first time."""
+        """Send the first request."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._ask()
@@ -430,7 +430,7 @@ class Client(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Count chunks; ask again after the last."""
+        """Count chunks; send the next request after the last one."""
         if not self._tail and not data.startswith(b"HTTP/1.1 200"):
             self.finished.set_exception(RuntimeError(f"no answer: {data[:300]!r}"))
             self._transport.abort()
@@ -448,7 +448,7 @@ class Client(asyncio.Protocol):
             self.finished.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Nobody else hangs up."""
+        """Fail if the server closed the connection."""
         if not self.finished.done():
             self.finished.set_exception(error or ConnectionResetError("the server hung up"))
 
@@ -458,13 +458,13 @@ class Client(asyncio.Protocol):
 
 @dataclass
 class Server:
-    """A server under test, with the processes that it consists of."""
+    """A server under test and its processes."""
 
     port: int
     process: subprocess.Popen[str]
 
     def cpu_s(self) -> float:
-        """CPU seconds that it has used, its children included."""
+        """CPU seconds used, including children."""
         return sum(_cpu_s(pid) for pid in _family(self.process.pid))
 
 
@@ -482,7 +482,7 @@ def _cpu_s(pid: int) -> float:
 
 @contextlib.contextmanager
 def mocks(kind: str, args: argparse.Namespace) -> Iterator[list[Server]]:
-    """Pairs of nodes, each pair in a process."""
+    """Start pairs of mock nodes, one process per pair."""
     with contextlib.ExitStack() as stack:
         numbers = range(args.mocks)
         yield [stack.enter_context(started(kind, args, number=number)) for number in numbers]
@@ -492,7 +492,7 @@ def mocks(kind: str, args: argparse.Namespace) -> Iterator[list[Server]]:
 def started(
     kind: str, args: argparse.Namespace, behind: Sequence[Server] = (), number: int = 0
 ) -> Iterator[Server]:
-    """One of this file's own servers."""
+    """Start one of this file's servers."""
     command = [sys.executable, __file__, "--serve", kind, "--pace", str(args.pace)]
     command += ["--folder", args.folder, "--number", str(number)]
     command += ["--ports", *(str(server.port) for server in behind)] if behind else []
@@ -504,7 +504,7 @@ def started(
 def started_router(
     args: argparse.Namespace, behind: Sequence[Server], workers: int
 ) -> Iterator[Server]:
-    """``kvbaton router`` with all mock nodes."""
+    """Start ``kvbaton router`` with all mock nodes."""
     command = [sys.executable, "-m", "kvbaton", "router", "--port", "0", "--model", args.folder]
     command += ["--served-model-name", MODEL]
     command += ["--workers", str(workers)] if workers > 1 else []
@@ -543,7 +543,7 @@ def _running(command: list[str], prefix: str) -> Iterator[Server]:
 
 
 def _wait_for_nodes(server: Server, mocks: int, workers: int) -> None:
-    """Until all workers, as far as one can see from outside, have reached all nodes."""
+    """Wait until all workers have connected to all nodes, as far as visible from outside."""
     give_up, url = time.monotonic() + START_TIMEOUT_S, f"http://127.0.0.1:{server.port}"
     healthy = 0
     while time.monotonic() < give_up:
@@ -553,7 +553,7 @@ def _wait_for_nodes(server: Server, mocks: int, workers: int) -> None:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as got:
                 ready = json.load(got)["ready"] == 2 * mocks
             healthy = healthy + 1 if paired and ready else 0
-        except urllib.error.HTTPError:  # a worker without any node
+        except urllib.error.HTTPError:  # a worker without nodes
             healthy = 0
         if healthy == 10 * workers:
             return
@@ -565,7 +565,7 @@ def _wait_for_nodes(server: Server, mocks: int, workers: int) -> None:
 
 
 async def serve_proxy(args: argparse.Namespace) -> None:
-    """Pass requests on and answers back, as they come."""
+    """Forward requests, and stream answers back."""
     urls = itertools.cycle(f"http://127.0.0.1:{port}/v1/completions" for port in args.ports)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -592,7 +592,7 @@ async def serve_proxy(args: argparse.Namespace) -> None:
 
 
 async def serve_watchers(args: argparse.Namespace) -> None:
-    """Keep pages of a router open, as browsers do, for ever; say so once all have heard from it."""
+    """Keep pages of a router open for ever; report once all have received an event."""
     (port,) = args.ports
     heard = [asyncio.Event() for _ in range(args.number)]
     timeout = aiohttp.ClientTimeout(total=None)
@@ -617,7 +617,7 @@ async def serve_watchers(args: argparse.Namespace) -> None:
 
 
 async def serve_mock(args: argparse.Namespace, kind: str, pace_s: float = 0.0) -> None:
-    """Both nodes, and the OpenAI endpoint that the proxy passes on to, behind one port."""
+    """Serve both nodes, and the OpenAI endpoint for the proxy, on one port."""
     steps = Steps(pace_s)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: MockHttp(steps), "127.0.0.1", 0)
@@ -633,7 +633,7 @@ async def serve_mock(args: argparse.Namespace, kind: str, pace_s: float = 0.0) -
 
 
 def node_info(role: str, number: int, port: int, engine_address: str) -> NodeInfo:
-    """What a mock says of itself."""
+    """Information that a mock reports about itself."""
     return NodeInfo(
         node_id=f"{role}-{number}",
         generation="1",
@@ -652,7 +652,7 @@ class Steps:
     """Makes a token for every running request, once per step.
 
     Args:
-        pace_s: from one step to the next.
+        pace_s: Seconds from one step to the next.
     """
 
     def __init__(self, pace_s: float) -> None:
@@ -661,12 +661,12 @@ class Steps:
         self.arrived = asyncio.Event()
 
     def add(self, key: object, step: Callable[[], bool]) -> None:
-        """Call `step` once per step until it says that it is done."""
+        """Call `step` once per step until it returns that it is done."""
         self.running[key] = step
         self.arrived.set()
 
     async def run(self) -> None:
-        """For ever."""
+        """Make steps for ever."""
         while True:
             if not self.running:
                 self.arrived.clear()
@@ -679,13 +679,13 @@ class Steps:
 
 @dataclass
 class CachedPrompts:
-    """What a mock has cached, for a router that asks later than others."""
+    """Cached blocks of a mock, for a router that connects later."""
 
     known: BlockChange
     groups: tuple[CachedGroup, ...] = (CachedGroup(BLOCK_SIZE),)
 
     def snapshot(self) -> Iterator[tuple[BlockChange, ...]]:
-        """All of it."""
+        """All cached blocks."""
         yield (self.known,)
 
 
@@ -693,9 +693,9 @@ class MockEngine:
     """An engine's socket: one message per step, with a token for each of its requests.
 
     Args:
-        pace_s: from one step to the next.
-        path: of a Unix socket.
-        alone: every request gets one token only, as from a node that prefills.
+        pace_s: Seconds from one step to the next.
+        path: Path of a Unix socket.
+        alone: Every request gets only one token, as from a prefill node.
     """
 
     def __init__(self, pace_s: float, path: str, *, alone: bool) -> None:
@@ -719,7 +719,7 @@ class MockEngine:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        """Turns of a core: take requests in, make a step, for ever."""
+        """Loop of a core: receive requests and make a step, for ever."""
         due = 0.0
         while True:
             patience = max(0.0, due - time.monotonic()) if self._running else IDLE_S
@@ -735,7 +735,7 @@ class MockEngine:
                 self._step()
 
     def _cache(self, prompt: tuple[int, ...]) -> None:
-        """Tell routers what this node has cached now."""
+        """Report newly cached blocks to routers."""
         new = prompt not in self._prompts
         if new:
             keys = block_keys(root_key(bytes(32), ""), prompt, BLOCK_SIZE)
@@ -755,7 +755,7 @@ class MockEngine:
 
 
 class MockHttp(asyncio.Protocol):
-    """One connection: just enough of HTTP to keep the benchmark from measuring its mock."""
+    """One connection, with minimal HTTP, so that the mock is not what is measured."""
 
     pages: dict[str, bytes] = {}  # noqa: RUF012
 
@@ -764,16 +764,16 @@ class MockHttp(asyncio.Protocol):
         self._buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep it."""
+        """Keep the connection."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Stop making tokens for it."""
+        """Stop making tokens for the connection."""
         self._steps.running.pop(self, None)
 
     def data_received(self, data: bytes) -> None:
-        """Answer each request that is complete."""
+        """Answer each complete request."""
         self._buffer += data
         head, found, rest = self._buffer.partition(b"\r\n\r\n")
         if not found:
@@ -809,7 +809,7 @@ def _chunk(data: bytes) -> bytes:
 
 
 def _openai(body: bytes) -> Iterator[bytes]:
-    """What an engine's own endpoint would answer."""
+    """Answer of an engine's OpenAI endpoint."""
     made = int(time.time())
     for index in range(json.loads(body)["max_tokens"]):
         yield (
@@ -820,7 +820,7 @@ def _openai(body: bytes) -> Iterator[bytes]:
 
 
 def mock_output(request_id: str, index: int, last: bool) -> Output:
-    """A step's token for one request."""
+    """Output of one step for one request."""
     return Output(
         request_id=request_id,
         index=index,

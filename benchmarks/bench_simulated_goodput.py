@@ -1,11 +1,12 @@
-"""The load of `bench_goodput`, simulated: which share of requests meets its objectives.
+"""The load of `bench_goodput` in the simulator: share of requests that meet their objectives.
 
     python -m benchmarks.bench_simulated_goodput --policy cost@2A least-loaded@2D --rate 6 --itl 25
 
-Poisson arrivals, 2,000 tokens in and 1,000 out; those count that come in three lifetimes after the
-first two, or with ``--live`` after one that begins with as many texts as are live then, of all
-ages (all of whose prompts come at once). Objectives: the first token within 1 s, and the 95th
-percentile of a request's times between tokens. A row per policy, and the share of each seed.
+Arrivals are Poisson, with 2,000 tokens in and 1,000 out. Requests count that arrive in three
+lifetimes after the first two. With ``--live`` they count after the first lifetime, which begins
+with as many sequences as are live at that rate, of all ages (their prompts all arrive at once).
+Objectives are TTFT within 1 s, and the 95th percentile of a request's ITL. The output has a row per
+policy, with the share of each seed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ INPUT, OUTPUT, TTFT_MS = 2000, 1000, 1000.0
 
 
 def requests(seed: int, rate: float, seconds: float, live: int) -> list[TraceRequest]:
-    """Arrivals within so many seconds, after some texts that end sooner."""
+    """Arrivals within `seconds`, after `live` sequences of shorter output."""
     rng = np.random.default_rng(seed)
     asks = [(0.0, int(age)) for age in rng.integers(1, OUTPUT + 1, live)]
     at = 0.0
@@ -37,14 +38,14 @@ def requests(seed: int, rate: float, seconds: float, live: int) -> list[TraceReq
 
 
 def fresh(number: int, at: float, length: int, tokens: int) -> TraceRequest:
-    """A request whose prompt nobody has seen."""
+    """A request with a new prompt."""
     return TraceRequest(at, ((2 * number + 2, length),), tokens, 2 * number + 3)
 
 
 def settings_of(
     policy: str, ttft_slo: float, itl_slo: float, itl_percentile: float | None = None
 ) -> RoutingPolicy:
-    """Of a policy; but for `cost` none has a use for objectives, and nodes would order prompts."""
+    """Settings of a policy. Only `cost` gets objectives: nodes would order prompts by them."""
     if policy != "cost":
         return RoutingPolicy(policy=policy)
     return RoutingPolicy(
@@ -53,7 +54,7 @@ def settings_of(
 
 
 def met(args: argparse.Namespace, model: EngineModel, spec: str, seed: int) -> float:
-    """Share of the requests that count which meet both objectives."""
+    """Share of the counted requests that meet both objectives."""
     policy, _, nodes = spec.partition("@")
     settings = settings_of(policy, TTFT_MS, args.itl, 95.0)
     life, live = args.life, round(args.rate * args.life) if args.live else 0
@@ -65,17 +66,17 @@ def met(args: argparse.Namespace, model: EngineModel, spec: str, seed: int) -> f
 
 
 def main() -> None:
-    """Print what each policy meets."""
+    """Print the share of each policy."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument
     add("--policy", nargs="+", default=["cost@2A", "least-loaded@2D"], metavar="NAME@NODES")
     add("--rate", type=float, required=True, help="requests per second")
-    add("--itl", type=float, required=True, help="milliseconds")
+    add("--itl", type=float, required=True, help="ITL objective in ms")
     add("--seeds", type=int, default=10)
-    add("--life", type=float, default=12.0, help="seconds that a request is taken to live")
-    add("--live", action="store_true", help="begin with as many texts as are live")
-    add("--engine", type=Path, default=H100_8B, help="measured steps and hand-overs")
+    add("--life", type=float, default=12.0, help="assumed lifetime of a request in seconds")
+    add("--live", action="store_true", help="begin with as many sequences as are live")
+    add("--engine", type=Path, default=H100_8B, help="measured costs of steps and hand-overs")
     args = parser.parse_args()
     model = load_engine(args.engine)
     gc.freeze()

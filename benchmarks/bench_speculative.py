@@ -1,10 +1,11 @@
-"""What drafts by prompt lookup save: the same answers with and without, side by side.
+"""Gain of speculative decoding with prompt lookup: equal requests with and without drafts.
 
     python -m benchmarks.bench_speculative [--small] [--output-len 256]
 
-Llama-3-8B's shape with dummy weights on a GPU, or with ``--small`` a small model on a CPU; prompts
-repeat themselves, and so do greedy answers of random weights. It tells ms per token and whether the
-tokens are equal; in bfloat16 those of other batch sizes may differ where two logits nearly tie.
+Llama-3-8B's shape with dummy weights on a GPU, or with ``--small`` a small model on a CPU. Prompts
+are repetitive, and so are greedy answers of random weights. Reported are ms per token and whether
+the tokens are equal; in bfloat16, tokens may differ between batch sizes where two logits nearly
+tie.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BATCHES = (1, 8, 32)
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--output-len", type=int, default=256)

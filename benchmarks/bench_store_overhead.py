@@ -1,11 +1,11 @@
-"""What saving costs a busy engine: the same work with and without a store, in turns.
+"""Cost of saves for a busy engine: the same work with and without a store, in turns.
 
-Two engines in one process, equal but for the store, run the same requests one after the other, in
-an order that alternates. All prompts are new, so all of their blocks are computed and saved. One
-number per pair: the throughput with the store over that without; and the CPU seconds of the whole
-process without over those with, saving included to its end, which hardly depend on what else the
-machine does. A store that is full (`--store-mib`) evicts what earlier pairs saved. Reported are the
-medians of all pairs and their 95 % intervals (bootstrap over pairs).
+Two engines in one process, equal except for the store, run the same requests one after the other,
+in alternating order. All prompts are new, so all of their blocks are computed and saved. Each pair
+gives two ratios: throughput with the store over throughput without; and CPU seconds of the whole
+process without the store over CPU seconds with it, including all saves, which hardly depend on
+other load of the machine. A full store (`--store-mib`) evicts blocks that earlier pairs saved.
+Reported are the medians over all pairs and their 95 % intervals (bootstrap over pairs).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class SavingBench(Bench):
     """An engine that may have a store."""
 
     def timed(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> tuple[float, float]:
-        """Seconds until the last token of requests that all come now, and CPU seconds of it all.
+        """Seconds until the last token of requests that all arrive now, and all CPU seconds.
 
-        The clock stops when the last token is out; the queue of saves is emptied before the next
-        run begins, or that would pay for it.
+        The clock stops at the last token; CPU time includes the queue of saves, which is emptied so
+        that the next run does not pay for it.
         """
         self.submit(prompts, max_tokens)
         began, cpu = time.perf_counter(), time.process_time()
@@ -56,20 +56,20 @@ class SavingBench(Bench):
         self.core.update()
 
     def saved(self) -> dict[str, float]:
-        """Blocks by outcome."""
+        """Number of saved blocks by outcome."""
         name = "kvbaton_store_save_blocks_total"
         counters = self.core.metrics().counters
         return {key.split('"')[-2]: v for key, v in counters.items() if key.startswith(name)}
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", choices=("filesystem", "memory"), default="filesystem")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=32)
-    parser.add_argument("--store-mib", type=int, default=512, help="what the store may hold")
+    parser.add_argument("--store-mib", type=int, default=512, help="capacity of the store")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Pairs of runs; the first is warm-up."""
+    """Run all pairs; the first is warm-up."""
     options = {
         "filesystem": {"path": str(folder / "store"), "max_bytes": args.store_mib << 20},
         "memory": {"max_bytes": args.store_mib << 20},
@@ -124,7 +124,7 @@ def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def told(ratios: Sequence[float]) -> str:
-    """The median with its interval."""
+    """Text of the median and its interval."""
     low, high = interval(ratios)
     return f"{median(ratios):.3f} [{low:.3f}, {high:.3f}]"
 

@@ -1,8 +1,8 @@
 """Throughput of 16 requests on one CPU node against ``transformers``, outputs compared.
 
-Three ways within one run, in turns: our engine, all requests at once; ``generate`` of
-``transformers`` on the batch; and ``generate`` on one request after the other. Same weights, fp32,
-greedy, same threads, prompts of one length (so that the batch needs no padding).
+Three ways alternate within one run: kvbaton's engine with all requests at once; ``generate`` of
+``transformers`` on the batch; and ``generate`` on one request after the other. Weights (fp32),
+threads and greedy sampling are the same; prompts have one length, so the batch needs no padding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Prompts = list[list[int]]
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--input-len", type=int, default=64)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def make_ways(folder: Path, threads: int) -> dict[str, Callable[[Prompts, int], Prompts]]:
-    """Functions from prompts and a number of tokens to the generated tokens."""
+    """Functions from prompts and a number of tokens to the generated tokens, by name."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine = Engine(folder, threads)
     return {
@@ -66,7 +66,7 @@ def make_ways(folder: Path, threads: int) -> dict[str, Callable[[Prompts, int], 
 
 
 def generate(model: Any, prompts: Prompts, count: int) -> Prompts:
-    """``transformers``, greedily."""
+    """Generate greedily with ``transformers``."""
     ids = torch.tensor(prompts)
     with torch.inference_mode():
         out = model.generate(
@@ -82,7 +82,7 @@ def generate(model: Any, prompts: Prompts, count: int) -> Prompts:
 
 
 class Engine:
-    """Our scheduler and runner in this process."""
+    """kvbaton's scheduler and runner in this process."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         config = EngineConfig(
@@ -94,7 +94,7 @@ class Engine:
         self.scheduler: Scheduler = make_scheduler(config, model, layouts, bytes(32))
 
     def generate(self, prompts: Prompts, count: int) -> Prompts:
-        """All requests at once. The model's end tokens are forbidden, as for ``transformers``."""
+        """Run all requests at once. End tokens are forbidden, as for ``transformers``."""
         params = SamplingParams(temperature=0.0, max_tokens=count, min_tokens=count)
         for number, prompt in enumerate(prompts):
             self.scheduler.add(
@@ -112,10 +112,10 @@ class Engine:
 def measure(
     ways: dict[str, Callable[[Prompts, int], Prompts]], prompts: Prompts, count: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Rounds of all ways in turn; medians.
+    """Run all ways in turn for some rounds; medians.
 
     Raises:
-        SystemExit: the outputs differ.
+        SystemExit: The outputs differ.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):

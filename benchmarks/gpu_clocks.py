@@ -1,4 +1,4 @@
-"""Clock and power of a GPU while something ran on it, by NVML; needs ``nvidia-ml-py``."""
+"""Samples clock and power of a GPU with NVML; needs ``nvidia-ml-py``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NamedTuple
 import numpy as np
 
 PERIOD_S = 0.01
-"""NVML gives a new momentary power about every 20 ms, a clock whenever asked."""
+"""Seconds between samples. NVML updates power about every 20 ms, clocks at each call."""
 
 
 class Clocks(NamedTuple):
-    """What a GPU did over a while.
+    """State of a GPU over an interval.
 
     Attributes:
-        mhz: of its multiprocessors, mean.
-        watts: mean.
-        capped: share of the samples in which its power cap held the clock down.
-        samples: how many there were.
+        mhz: Mean clock of the multiprocessors.
+        watts: Mean power.
+        capped: Share of samples in which the power cap lowered the clock.
+        samples: Number of samples.
     """
 
     mhz: float
@@ -29,14 +29,14 @@ class Clocks(NamedTuple):
 
 
 class GpuClocks:
-    """Samples one GPU from construction until `close`, by a thread.
+    """Samples one GPU in a thread, from construction until `close`.
 
     Args:
-        gpu: as CUDA_VISIBLE_DEVICES names it: its number among all of the machine, or its UUID.
+        gpu: Index among all GPUs of the machine or UUID, as in CUDA_VISIBLE_DEVICES.
 
     Raises:
         ImportError: ``nvidia-ml-py`` is not installed.
-        NVMLError: there is no such GPU.
+        NVMLError: There is no such GPU.
     """
 
     def __init__(self, gpu: str) -> None:
@@ -56,7 +56,7 @@ class GpuClocks:
         self._thread.start()
 
     def between(self, began: float, ended: float) -> Clocks:
-        """Over a while of the monotonic clock; NaN where nothing was sampled."""
+        """State between two times of the monotonic clock; NaN without samples."""
         rows = [row[1:] for row in list(self._rows) if began <= row[0] <= ended]
         mhz, watts, capped = np.mean(rows, axis=0) if rows else (float("nan"),) * 3
         return Clocks(float(mhz), float(watts), float(capped), len(rows))

@@ -1,6 +1,6 @@
-"""What lies between P's last step and D's first one, by the nodes' timelines in ``/state``.
+"""Parts of the time from P's last step to D's first one, from the nodes' timelines in ``/state``.
 
-All times are of the machine's monotonic clock, so both nodes must be on one machine.
+All times are on the machine's monotonic clock, so both nodes must run on one machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import aiohttp
 Marks = list[dict[str, Any]]
 
 SEGMENTS = (
-    ("result", "computed"),  # the transfer thread has the sums; less than 0: before the core
+    ("result", "computed"),  # the transfer thread has the sums; negative: before the core
     ("computed", "posted"),
     ("posted", "landed"),
     ("landed", "verified"),
@@ -33,9 +33,9 @@ SUMMED = (
 async def timelines(
     session: aiohttp.ClientSession, prefill: str, decode: str
 ) -> dict[str, dict[str, float]]:
-    """When what happened to each hand-over that both nodes remember; of its writes to the last.
+    """Times of the events of each hand-over that both nodes remember; of its last write.
 
-    ``rate`` is no time: GB/s of the last chunk.
+    ``rate`` is not a time, but GB/s of the last chunk.
     """
     states = []
     for url in (prefill, decode):
@@ -47,7 +47,7 @@ async def timelines(
     for name in at_p.keys() & at_d.keys() & loads.keys():
         marks = (*at_p[name], *at_d[name], *loads[name])
         found[name] = {mark["what"]: mark["time"] for mark in marks}
-        ready = found[name].get("computed", 0.0)  # the last report: of the prompt's end
+        ready = found[name].get("computed", 0.0)  # the last report, for the end of the prompt
         last = [m for m in at_p[name] if m["what"] == "posted" and m["time"] >= ready]
         if last and "landed" in found[name]:
             seconds = found[name]["landed"] - min(mark["began"] for mark in last)
@@ -56,7 +56,7 @@ async def timelines(
 
 
 def print_parts(found: Mapping[str, Mapping[str, float]]) -> None:
-    """Print medians, and the least and most, of each segment in milliseconds."""
+    """Print median, minimum and maximum of each segment in milliseconds."""
     print(f"  of {len(found)} hand-overs, ms: median (least, most)")
     for title, segments in (("parts", SEGMENTS), ("in all", SUMMED)):
         for since, until in segments:

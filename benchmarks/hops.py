@@ -1,29 +1,28 @@
-"""Count the calls on the three ways through a cluster, and print them beside their goals.
+"""Count the function calls on three paths through a cluster, and print them with their goals.
 
-``kvbaton up`` serves a tiny model on one prefill node, one decode node and a router, with every
-call of our functions recorded in all processes (`sys.setprofile`, which a ``sitecustomize`` module
-on their path starts). Requests come one at a time, so what is recorded belongs to one of them:
+``kvbaton up`` serves a tiny model on a prefill node, a decode node and a router. Every call of a
+kvbaton function is recorded in all processes (`sys.setprofile`, started by a ``sitecustomize``
+module on their path). Requests come one at a time, so each call belongs to one of them:
 
 - **prompt**: from the request to the prefill node's first forward pass: calls in the router and the
-  prefill node's core, but for threads that move KV.
+  prefill node's core, except in threads that move KV.
 - **block**: from the end of that pass to the decode node's first one: calls in both engine cores
-  that have to do with KV: of connectors, of roles, in threads that move it, and in the decode
-  node's loop.
+  that handle KV: of connectors and roles, in threads that move KV, and in the decode node's loop.
 - **token**: from the decode node's sampler to the server-sent event: calls in its core's loop until
-  the token is encoded for another process, and all calls in the router until the next one is
+  the token is encoded for another process, and all calls in the router until the next token is
   sampled. Frames are the different coroutines that the router resumes for it.
 
-What depends on the machine's load is left out. Requests come once the nodes have said what a step
-takes, so that all are priced. The request with the fewest calls counts, and the median of several
-tokens, so a heartbeat between does not matter. What a thread also calls while nothing is asked, or
-repeats at once, is polling and counts once; what it does because a period is over (`PERIODIC`) is
-on nobody's way, and falls into one request or another as the machine is quick or slow. Of what
-happens side by side only that is on the way which the forward pass waits for: not the router once
-it has asked the prefill node, nor a core's loop that waits for that very pass, nor the prefill node
-once all has come to the decode node, nor the decode node before the block is sent.
+Calls that depend on the machine's load are left out. Requests start after the nodes have reported
+their step costs, so that all are priced. The request with the fewest calls counts, and the median
+of several tokens, so that heartbeats do not matter. Calls that a thread also makes while idle, or
+repeats at once, are polling and count once. Periodic work (`PERIODIC`) belongs to no request, and
+falls into one or another depending on the machine's speed. Of concurrent work, only what the
+forward pass waits for counts: not the router after it has asked the prefill node, nor a core's loop
+that waits for that pass, nor the prefill node after all KV has arrived at the decode node, nor the
+decode node before the block is sent.
 
 Forms of the token ids are the different (holder, container) pairs in which functions on the
-prompt's way get them, as arguments or as fields of arguments.
+prompt's path get them, as arguments or as fields of arguments.
 """
 
 from __future__ import annotations
@@ -57,22 +56,22 @@ ENTERED_AGAIN = COROUTINE | inspect.CO_GENERATOR
 START_S, REQUEST_S, STOP_S = 300.0, 60.0, 30.0
 REQUESTS, MAX_TOKENS, WARM_UPS = 13, 12, 300
 IDLE_S = 2.0
-"""So long nothing is asked, to see what is called then: heartbeats come each second."""
+"""Idle seconds, to record the calls made then; heartbeats come every second."""
 LONGEST_TURN = 60
-"""Calls of a loop's turn, at most."""
+"""Most calls in one turn of a loop."""
 NO_CALLS = {"<module>", "<listcomp>", "<dictcomp>", "<setcomp>"}
-"""Comprehensions are no calls since Python 3.12 (PEP 709), so in no version."""
+"""Names not counted: since Python 3.12 comprehensions are not calls (PEP 709)."""
 PERIODIC = "TransferWorker._look_around"
-"""What a thread does whenever so long has passed; all that it calls is left out."""
+"""Function that a thread runs periodically; it and all its calls are left out."""
 IDS = tuple(range(300, 337))
-"""A prompt that no other sequence of numbers is taken for."""
+"""A prompt that no other sequence of numbers is equal to."""
 
 
 # --- in every process of the cluster ---
 
 
 def record(folder: Path) -> None:
-    """Write down what of ours is called from now on, in all threads of this process."""
+    """Record calls of kvbaton's functions from now on, in all threads of this process."""
     out = os.open(folder / str(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(out, f"{os.getppid()}\t{' '.join(sys.orig_argv)}\n".encode())
 
@@ -98,12 +97,12 @@ def record(folder: Path) -> None:
             note("encode", frame)
 
     threading.setprofile(profile)
-    # The main thread comes later: what it imports until then would take long.
+    # The main thread starts later: recording its imports would take long.
     signal.signal(signal.SIGUSR1, lambda *_: sys.setprofile(profile))
 
 
 def forms(frame: FrameType) -> set[str]:
-    """In which forms a function's arguments hold `IDS`."""
+    """Forms in which a function's arguments hold `IDS`."""
     code, found = frame.f_code, set[str]()
     count = code.co_argcount + code.co_kwonlyargcount
     for name in code.co_varnames[:count]:
@@ -119,7 +118,7 @@ def forms(frame: FrameType) -> set[str]:
 
 
 def holds_ids(value: Any) -> bool:
-    """Whether a value is `IDS`, as any sequence of numbers."""
+    """Whether a value equals `IDS`, as any sequence of numbers."""
     kind = type(value).__name__
     if kind not in ("tuple", "list", "array", "ndarray", "Tensor") or len(value) != len(IDS):
         return False
@@ -127,12 +126,12 @@ def holds_ids(value: Any) -> bool:
     return bool(first == list(IDS[:3]))
 
 
-# --- what they wrote ---
+# --- the recorded events ---
 
 
 @dataclass(frozen=True)
 class Event:
-    """A call, or another thing that happened."""
+    """A call, or another recorded event."""
 
     process: str
     at: int
@@ -148,23 +147,23 @@ class Process:
     """A process of the cluster.
 
     Attributes:
-        kind: ``router``, or ``prefill`` or ``decode`` for a node's first process, with ``core``
-            behind for its engine.
-        events: in the order of time.
+        kind: ``router``; ``prefill`` or ``decode`` for a node's first process; ``prefill core`` or
+            ``decode core`` for its engine.
+        events: Events in order of time.
     """
 
     kind: str
     events: list[Event] = field(repr=False)
 
     def between(self, start: int, end: int, kind: str = "call") -> list[Event]:
-        """Events of one kind from a time to another."""
+        """Events of one kind between two times."""
         return [e for e in self.events if start <= e.at < end and e.kind == kind]
 
     def first(self, start: int, what: str, wanted: Callable[[Event], bool]) -> int:
-        """When something first happens from a time on.
+        """Time of the first wanted event from `start` on.
 
         Raises:
-            LookupError: it does not.
+            LookupError: There is none.
         """
         for event in self.events:
             if event.at >= start and wanted(event):
@@ -173,7 +172,7 @@ class Process:
 
 
 def read(folder: Path) -> dict[str, Process]:
-    """All processes by kind."""
+    """Read all processes, by kind."""
     found: dict[int, tuple[int, str, list[Event]]] = {}
     for path in folder.iterdir():
         if not path.name.isdigit():
@@ -201,45 +200,45 @@ def read(folder: Path) -> dict[str, Process]:
 
 
 def is_forward(event: Event) -> bool:
-    """Whether it begins a forward pass of the model."""
+    """Whether an event begins a forward pass of the model."""
     return event.kind == "call" and bool(re.match(r"engine/models/.*\bforward$", on(event)))
 
 
 def is_at(place: str) -> Callable[[Event], bool]:
-    """Of an event whether it is a call of one function."""
+    """Predicate: whether an event is a call of a given function."""
     return lambda event: event.kind == "call" and on(event).endswith(place)
 
 
 def is_sampler(event: Event) -> bool:
-    """Whether it is a call of the sampler."""
+    """Whether an event is a call of the sampler."""
     return event.kind == "call" and event.file.endswith("sampler.py")
 
 
 def on(event: Event) -> str:
-    """Where it happened."""
+    """File and function of an event."""
     return f"{event.file}:{event.name}"
 
 
-# --- the ways ---
+# --- the paths ---
 
 
 @dataclass
 class Way:
-    """Calls on one way, of several requests or tokens.
+    """Calls on one path, of several requests or tokens.
 
     Attributes:
-        middle: of their numbers of calls.
+        middle: Function that selects the number that counts (least or median).
     """
 
     middle: Callable[[Iterator[int]], float] = min
     events: list[list[Event]] = field(default_factory=list)
 
     def calls(self) -> int:
-        """How many count."""
+        """Number of calls that counts."""
         return round(self.middle(len(events) for events in self.events))
 
     def typical(self) -> list[Event]:
-        """Calls of a request or token whose number of them is the one that counts."""
+        """Calls of a request or token that has the number that counts."""
         return min(self.events, key=lambda events: abs(len(events) - self.calls()))
 
     def names(self) -> Iterator[str]:
@@ -248,18 +247,18 @@ class Way:
             yield f"{count:6,}  {process:14} {name}"
 
     def each(self) -> Iterator[str]:
-        """Typical calls one by one, in the order of time, with the microseconds since the first."""
+        """Typical calls in order of time, with the microseconds since the first."""
         calls = sorted(self.typical(), key=lambda event: event.at)
         for e in calls:
             yield f"{(e.at - calls[0].at) // 1000:8,}  {e.process:14} {e.thread:20} {on(e)}"
 
     def files(self) -> int:
-        """Different files, the median."""
+        """Number of different files: the median."""
         return round(statistics.median(len({e.file for e in events}) for events in self.events))
 
 
 def without_loops(events: Sequence[Event]) -> list[Event]:
-    """Events of one thread, without the second and later turns of loops that repeat their calls."""
+    """Events of one thread, without repeated turns of loops."""
     kept: list[Event] = []
     names: list[str] = []
     for event in events:
@@ -273,7 +272,7 @@ def without_loops(events: Sequence[Event]) -> list[Event]:
 
 
 def without_periods(events: Sequence[Event]) -> Iterator[Event]:
-    """Events of one thread, without those from a call of `PERIODIC` to its end."""
+    """Events of one thread, without calls of `PERIODIC` and all within them."""
     is_inside = False
     for event in events:
         is_inside = (is_inside or event.name == PERIODIC) and event.kind != "return"
@@ -290,7 +289,7 @@ def by_thread(events: Sequence[Event]) -> Iterator[list[Event]]:
 
 
 def without_polling(events: Sequence[Event], polling: Set[tuple[str, str]]) -> list[Event]:
-    """Of what threads also call while nothing is asked, the first call of each thread."""
+    """Events without polling: of calls also made while idle, only each thread's first is kept."""
     kept: list[Event] = []
     for own in by_thread(events):
         seen: set[str] = set()
@@ -302,7 +301,7 @@ def without_polling(events: Sequence[Event], polling: Set[tuple[str, str]]) -> l
 
 
 def until_forward(core: Process, start: int, at: int) -> list[Event]:
-    """Calls in a core until a forward pass begins, without its loop's that waits for that pass."""
+    """Calls in a core until a forward pass begins, except its loop's while waiting for the pass."""
     launched = core.first(start, "launch", is_at("engine/executor.py:Executor.launch"))
     begins = is_at("engine/core.py:EngineCore._expect"), is_at("engine/core.py:EngineCore.update")
     waits = core.first(launched, "wait for a step", lambda e: any(is_it(e) for is_it in begins))
@@ -310,7 +309,7 @@ def until_forward(core: Process, start: int, at: int) -> list[Event]:
 
 
 def moves_kv(event: Event) -> bool:
-    """Whether it is a call of a connector or a role, or in a thread that moves KV."""
+    """Whether an event is a call of a connector or a role, or in a thread that moves KV."""
     rooms = ("connectors/", "prefill/", "decode/")
     return bool(re.match("kvbaton|tcp|digest", event.thread)) or event.file.startswith(rooms)
 
@@ -321,16 +320,16 @@ def figures(
     starts: Sequence[int],
     told: Callable[[Way], Iterator[str]] | None,
 ) -> list[tuple[str, int, int]]:
-    """Measure, value and goal of each line.
+    """Name, value and goal of each measure.
 
     Args:
-        processes: what was recorded.
-        idle: from when to the first start nothing was asked.
-        starts: when each request was sent; the last one's prompt is `IDS`.
-        told: also print these lines of each way.
+        processes: Recorded processes.
+        idle: Time from which no request was sent until the first of `starts`.
+        starts: Times at which requests were sent; the last one's prompt is `IDS`.
+        told: Lines to print for each path, too.
 
     Raises:
-        LookupError: a point on a way was not found.
+        LookupError: A point on a path was not found.
     """
     prompt, block, token = Way(), Way(), Way(statistics.median)
     frames: list[int] = []
@@ -378,7 +377,7 @@ def figures(
 
 
 def steps(core: Process, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """When each token but the first and last ones is sampled, and when the one behind it."""
+    """Sampling times of each token but the first and last ones, and of its successor."""
     passes = [e.at for e in core.events if start <= e.at < end and is_forward(e)]
     sampled: list[int] = []
     for at in passes:
@@ -393,7 +392,7 @@ def steps(core: Process, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[str, int]]:
-    """A cluster whose calls are recorded in a folder: host and port of its router."""
+    """Run a cluster whose calls are recorded in a folder; yields its router's host and port."""
     from tests.support.checkpoints import make_checkpoint
 
     model = make_checkpoint(folder / "model")
@@ -404,7 +403,7 @@ def cluster(folder: Path) -> Iterator[tuple[str, int]]:
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONUNBUFFERED": "1"}
     words = ["up", f"--model={model}", "--port=0", "--transport=tcp", "--num-blocks=256"]
     words += ["--prefill=1", "--decode=1", "--device=cpu", "--max-model-len=256"]
-    words.append("--policy=least-loaded")  # hands over always
+    words.append("--policy=least-loaded")  # always hands over
     process = subprocess.Popen(
         [sys.executable, "-m", "kvbaton", *words],
         env=env,
@@ -440,7 +439,7 @@ def cluster(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def warm_up(host: str, port: int, model: str) -> None:
-    """Ask until connections and sessions are open, and the router knows what a step takes."""
+    """Send requests until all connections are open, and the router knows the step costs."""
     for number in itertools.count():
         complete(host, port, model, f"{number} is for warming up")
         connection = http.client.HTTPConnection(host, port, timeout=REQUEST_S)
@@ -455,7 +454,7 @@ def warm_up(host: str, port: int, model: str) -> None:
 
 
 def complete(host: str, port: int, model: str, prompt: str | list[int]) -> int:
-    """Stream a completion to its end; returns when it was sent, in ns of the monotonic clock."""
+    """Stream a completion to its end; returns its start in ns of the monotonic clock."""
     body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
     connection = http.client.HTTPConnection(host, port, timeout=REQUEST_S)
     start = time.monotonic_ns()
@@ -474,7 +473,7 @@ def complete(host: str, port: int, model: str, prompt: str | list[int]) -> int:
 
 
 def main() -> int:
-    """Print the table."""
+    """Record, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     told = parser.add_mutually_exclusive_group()
     for option, lines, what in (
@@ -491,7 +490,7 @@ def main() -> int:
         with cluster(folder) as (host, port):
             model = str(folder / "model")
             warm_up(host, port, model)
-            complete(host, port, model, list(IDS[-5:]))  # a token's bytes are asked for once
+            complete(host, port, model, list(IDS[-5:]))  # a token's bytes are looked up only once
             idle = time.monotonic_ns()
             time.sleep(IDLE_S)
             starts = []

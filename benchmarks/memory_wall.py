@@ -1,4 +1,4 @@
-"""The wall of a node that decodes: what each step must read, at the speed of a copy."""
+"""Memory wall of a decode node: the bytes that each step must read, at copy speed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvbaton.engine.model_config import load_model_config
 
 @dataclass(frozen=True)
 class Wall:
-    """What a step that only decodes must read, in seconds.
+    """Time for the reads of a pure decode step.
 
     Attributes:
-        weights_s: of all weights but the embedding.
-        sequence_s: of the KV of one sequence at its mean length.
-        output: tokens of an answer.
+        weights_s: Seconds to read all weights but the embedding.
+        sequence_s: Seconds to read the KV of one sequence at its mean length.
+        output: Tokens per answer.
     """
 
     weights_s: float
@@ -27,12 +27,12 @@ class Wall:
     output: int
 
     def rate(self, pace_s: float) -> float:
-        """Requests per second at which steps take so long."""
+        """Requests per second at which a step takes `pace_s`."""
         return (1 - self.weights_s / pace_s) / (self.output * self.sequence_s)
 
 
 def wall_of(folder: Path, inputs: int, outputs: int, speed: float) -> Wall:
-    """The wall of a dense model for so many tokens in and out; `speed` in bytes per second."""
+    """The wall of a dense model for `inputs` and `outputs` tokens; `speed` in bytes/s."""
     model, text = load_model_config(folder), json.loads((folder / "config.json").read_text())
     hidden, heads, kv_heads = (
         text[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
@@ -46,7 +46,7 @@ def wall_of(folder: Path, inputs: int, outputs: int, speed: float) -> Wall:
 
 
 def copy_speed(device: str) -> float:
-    """Bytes per second, read and written, of a copy within the device; in a process of its own."""
+    """Bytes per second, read plus written, of a copy on the device; run in its own process."""
     import torch
 
     source = torch.ones(1 << (30 if device == "cuda" else 26), dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Print the size and the grain of the house, and what both shall become."""
+"""Print size and structure of the code base, beside their goals."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ PROPERTIES = ("property", "cached_property")
 
 
 class Source:
-    """One file.
+    """One source file.
 
     Attributes:
-        path: where it is.
-        name: its module's dotted name.
-        tree: parsed.
-        code: lines without docstrings, comments and blanks.
+        path: Path of the file.
+        name: Dotted name of its module.
+        tree: Syntax tree.
+        code: Number of lines without docstrings, comments and blanks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,23 +69,23 @@ class Source:
         return lines
 
     def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-        """All, at any depth."""
+        """All functions, at any depth."""
         return [node for node in ast.walk(self.tree) if isinstance(node, FUNCTION)]
 
     def named_once(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-        """Private functions that the file names in one place but their definition."""
+        """Private functions that the file names in one place besides their definition."""
         used = Counter(map(name_of, ast.walk(self.tree)))
         return [f for f in self.functions() if is_private(f.name) and used[f.name] == 1]
 
     def called_once(self, hooks: set[int]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-        """Private functions that have one caller, who could hold their lines.
+        """Private functions with one caller, which could inline them.
 
-        That is not who names a function without calling it: a thread, a callback, a table of
-        handlers and a kernel that is launched on a grid (``_kernel[grid](...)``) need a function,
-        however short. Nor is it a class whose subclasses say what its one call does.
+        Uses without a call are left out: a thread, a callback, a table of handlers and a kernel
+        launched on a grid (``_kernel[grid](...)``) need a function, however short. So are methods
+        that subclasses override.
 
         Args:
-            hooks: line numbers of methods that a class above or below has, too.
+            hooks: Line numbers of methods that a base class or subclass has, too.
         """
         called = {name_of(node.func) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
         return [
@@ -96,7 +96,7 @@ class Source:
         ]
 
     def none_checks(self) -> int:
-        """How often ``is None`` or ``is not None`` stands in it."""
+        """Number of ``is None`` and ``is not None`` in the file."""
         return sum(
             isinstance(operator, ast.Is | ast.IsNot)
             and isinstance(right, ast.Constant)
@@ -107,7 +107,7 @@ class Source:
         )
 
     def imports(self, modules: set[str]) -> set[str]:
-        """Which modules of ours it imports, at any depth, lazily or not."""
+        """Modules out of `modules` that the file imports, at any depth, lazily or not."""
         found: set[str] = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -119,16 +119,16 @@ class Source:
 
 
 def name_of(node: ast.AST) -> str | None:
-    """The last part of a name; None of what is none."""
+    """Last part of a name; None if the node is not a name."""
     if isinstance(node, ast.Name):
         return node.id
     return node.attr if isinstance(node, ast.Attribute) else None
 
 
 def hooks(files: list[Source]) -> dict[str, set[int]]:
-    """Lines, by module, of methods that a class above or below in the package has, too.
+    """Lines, by module, of methods that a base class or subclass in the package has, too.
 
-    Classes go by their name, which is unique.
+    Classes are identified by their name, which is unique.
     """
     classes = {
         node.name: (file.name, node)
@@ -189,12 +189,12 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def sources(folder: Path) -> list[Source]:
-    """The Python files below a folder."""
+    """Python files below a folder."""
     return [Source(path) for path in sorted(folder.rglob("*.py"))]
 
 
 def rooms(files: list[Source]) -> Counter[str]:
-    """Code lines per room."""
+    """Code lines per package."""
     lines: Counter[str] = Counter()
     for file in files:
         parts = file.path.relative_to(PACKAGE).parts
@@ -203,7 +203,7 @@ def rooms(files: list[Source]) -> Counter[str]:
 
 
 def details(once: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]) -> Iterator[str]:
-    """What stands behind the figures: the files with most functions that are called once first."""
+    """Functions called once, by file; files with most of them come first."""
     for name, functions in sorted(once.items(), key=lambda item: -len(item[1])):
         lines = [(f.end_lineno or f.lineno) - f.lineno + 1 for f in functions]
         told = ", ".join(f"{f.name} {n}" for f, n in zip(functions, lines, strict=True))
@@ -214,7 +214,7 @@ def details(once: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]) -> It
 def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--names", action="store_true", help="also name what is counted")
+    parser.add_argument("--names", action="store_true", help="also list what is counted")
     args = parser.parse_args()
     files = sources(PACKAGE)
     for room, lines in sorted(rooms(files).items()):

@@ -1,4 +1,4 @@
-"""What arrivals and ends cost the steps around them, by `GET /debug/steps` of a node."""
+"""Cost of arrivals and ends to the steps around them, from `GET /debug/steps` of a node."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ COUNTS = ("number", "at", "tokens", "sequences", "new", "received", "ended")
 
 
 def step_parts(node: str, opens: float) -> dict[str, dict[str, float]]:
-    """Milliseconds of each part of a node's steps since a time, p50 (and p95 of the whole).
+    """Milliseconds of each part of a node's steps since `opens`: p50 (and p95 of the whole).
 
     Returns:
-        By kind of step: ``quiet``, or ``busy`` where a request came, was taken up or ended in it or
-        in the one before.
+        By kind of step: ``busy`` if a request arrived, was admitted or ended in it or in the step
+        before, else ``quiet``.
     """
     with urlopen(f"{node}/debug/steps", timeout=30) as answer:
         told = json.load(answer)
@@ -39,7 +39,7 @@ def step_parts(node: str, opens: float) -> dict[str, dict[str, float]]:
 
 
 def shown(parts: dict[str, dict[str, float]]) -> str:
-    """As a table; with the difference, if there are both kinds."""
+    """Format as a table, with the difference if there are both kinds."""
     rows = [{"ms, p50": kind, **values} for kind, values in parts.items()]
     if len(rows) == 2:
         names = parts["busy"]

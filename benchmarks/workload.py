@@ -1,4 +1,4 @@
-"""The workload of the baselines (a Llama-3-8B-shaped model, random prompts), and a small model."""
+"""Workload of the baselines (Llama-3-8B's shape, random prompts), and a small model."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ SMALL = CheckpointSpec(
     max_position_embeddings=2048,
     tied=True,
 )
-"""About 25 million parameters; a block of 16 tokens has 256 KiB."""
+"""A model of about 25 million parameters; a block of 16 tokens has 256 KiB of KV."""
 
 MAX_MODEL_LEN = 16640
 MAX_BATCHED_TOKENS = 8192
 
 
 def llama_8b(folder: Path) -> Path:
-    """`dummy_folder` of the 8B model."""
+    """Write the 8B model's `dummy_folder`."""
     return dummy_folder(folder, LLAMA_8B)
 
 
 def dummy_folder(folder: Path, config: Mapping[str, Any]) -> Path:
-    """A folder with a configuration and a small tokenizer; for ``--load-format dummy``."""
+    """Write a configuration and a small tokenizer for ``--load-format dummy``; the folder."""
     make_checkpoint(folder)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
@@ -68,13 +68,13 @@ def dummy_folder(folder: Path, config: Mapping[str, Any]) -> Path:
 
 
 def random_prompts(count: int, length: int, seed: int) -> list[tuple[int, ...]]:
-    """Prompts that share nothing; ids that the small tokenizer knows."""
+    """Prompts without a common prefix, of ids that the small tokenizer knows."""
     rng = np.random.default_rng(seed)
     return [tuple(row) for row in rng.integers(10, 380, (count, length)).tolist()]
 
 
 def compared(rows: Sequence[tuple[str, float, float | None]]) -> list[dict[str, Any]]:
-    """Rows of name, ours and vLLM's, for `kvbaton.bench.report.publish`."""
+    """Rows of name, our figure and vLLM's, for `kvbaton.bench.report.publish`."""
     return [
         {
             "what": name,
@@ -87,7 +87,7 @@ def compared(rows: Sequence[tuple[str, float, float | None]]) -> list[dict[str, 
 
 
 async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """The metrics of a node or router, by name with labels."""
+    """Metrics of a node or router, by name with labels."""
     async with session.get(f"{url}/metrics") as response:
         lines = (await response.text()).splitlines()
     pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
@@ -98,15 +98,15 @@ async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]
 def cluster_of(
     words: Sequence[str], env: Mapping[str, str] | None = None, *, echo: bool = False
 ) -> Iterator[tuple[str, int]]:
-    """A cluster that ``kvbaton up`` starts; yields the router's URL and the process' id.
+    """Run a cluster with ``kvbaton up``; yields the router's URL and the process id.
 
     Args:
-        words: further words of the command.
-        env: further variables.
-        echo: whether to print what it says until it is ready.
+        words: Further arguments of the command.
+        env: Further environment variables.
+        echo: Whether to print its output until it is ready.
 
     Raises:
-        SystemExit: it did not start.
+        SystemExit: The cluster did not start.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "kvbaton", "up", "--port=0", *words],

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Images are encoded on two nodes of their own, for a prefill node and a decode node.
+# Two encoder nodes for images, beside one prefill node and one decode node.
 #   examples/encoder_nodes.sh MODEL_FOLDER [more flags of `kvbaton up`]
 set -euo pipefail
 model=${1:?usage: $0 MODEL_FOLDER [flags]}

@@ -1,9 +1,9 @@
-"""An image through encoder, prefill and decode nodes of their own, all on this machine.
+"""Ask about an image on a cluster of encoder, prefill and decode nodes on this machine.
 
-``python examples/image.py MODEL_FOLDER [more flags of kvbaton up]``: starts the cluster, makes a
-small PNG, asks about it twice, tells who encoded it, and stops. The model must be one that takes
-images. `--min-encode-rows 0` has the router give each image to the encoder node, which finds the
-second one in its cache; without it a node that has had an image of late keeps it.
+``python examples/image.py MODEL_FOLDER [more flags of kvbaton up]`` starts the cluster, makes a
+small PNG, asks about it twice, prints how often the encoder node got it, and stops. The model must
+support images. With `--min-encode-rows 0` the router gives each image to the encoder node, which
+has the second one in its cache; without it, a node that had the image recently encodes it itself.
 """
 
 import base64
@@ -20,7 +20,7 @@ COUNT = re.compile(r'kvbaton_router_items_total\{where="(\w+)"\} (\S+)')
 
 
 def png(width: int, height: int) -> bytes:
-    """A gradient of red and green (PNG specification, third edition)."""
+    """A PNG with a gradient of red and green (PNG specification, third edition)."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         checksum = zlib.crc32(kind + data)
@@ -38,7 +38,7 @@ def png(width: int, height: int) -> bytes:
 
 
 def ask(url: str, model: str, image: bytes) -> str:
-    """What the model says of an image."""
+    """Ask the model about an image; return its answer."""
     parts = [
         {"type": "image_url", "image_url": {"url": to_data_url(image)}},
         {"type": "text", "text": "What is in this image?"},
@@ -55,12 +55,12 @@ def ask(url: str, model: str, image: bytes) -> str:
 
 
 def to_data_url(image: bytes) -> str:
-    """An image inside the request; ``https://`` URLs need ``--allowed-media-domains``."""
+    """Embed an image in the request; ``https://`` URLs would need ``--allowed-media-domains``."""
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
 def main(model: str, flags: list[str]) -> None:
-    """Start, ask, tell, stop."""
+    """Start the cluster, ask twice, print how often the encoder node got the image, and stop."""
     words = ["up", "--model", model, "--encode", "1", "--port", "0", "--min-encode-rows", "0"]
     command = [sys.executable, "-m", "kvbaton", *words, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as cluster:
@@ -76,7 +76,7 @@ def main(model: str, flags: list[str]) -> None:
                 counts = dict(COUNT.findall(metrics.read().decode()))
             print(f"given to the encoder node: {float(counts['encoder']):g} times")
         finally:
-            cluster.send_signal(signal.SIGINT)  # nothing happens if it has ended
+            cluster.send_signal(signal.SIGINT)  # no effect if it has ended
             cluster.communicate()
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The same by hand: a router, one prefill node and one decode node that register with it, and a
-# request. Each of the three commands may run on a machine of its own: give all of them the same
+# A cluster by hand: a router, and a prefill and a decode node that register with it; then a request.
+# Each of the three commands may run on its own machine: then give all of them the same
 # KVBATON_CLUSTER_KEY, and a --host that the others can reach.
 #   examples/node_by_node.sh MODEL_FOLDER [more flags of the nodes]
 set -euo pipefail
@@ -12,7 +12,7 @@ kvbaton router --model "$model" --port 8000 --log-level warning &
 kvbaton prefill --model "$model" --port 8100 --router "$router" "${@:2}" &
 kvbaton decode --model "$model" --port 8200 --router "$router" "${@:2}" &
 
-# Ready when the router can pair the two.
+# The cluster is ready when the router can pair the two nodes.
 until curl -fs "$router/nodes" | grep -q '"pairs":\[\['; do
   ((SECONDS < 600)) || { echo "not ready after 600 s" >&2; exit 1; }
   [[ $(jobs -rp | wc -l) == 3 ]] || { echo "a process ended" >&2; exit 1; }

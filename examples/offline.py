@@ -6,7 +6,7 @@ from kvbaton import LLM, SamplingParams
 
 
 def main(model: str) -> None:
-    """Continue two texts, then answer a question."""
+    """Complete two prompts, then answer a chat message."""
     with LLM(model) as llm:
         params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=16, seed=1)
         for answer in llm.generate(["Once upon a time", "The capital of France is"], params):

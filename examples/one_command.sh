@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A whole cluster on this machine: two prefill nodes, two decode nodes, one endpoint.
+# A whole cluster on this machine: two prefill nodes and two decode nodes behind one endpoint.
 #   examples/one_command.sh MODEL_FOLDER [more flags of `kvbaton up`]
 set -euo pipefail
 model=${1:?usage: $0 MODEL_FOLDER [flags]}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A prefill node and a decode node of two ranks each on this machine: four GPUs, the first two of
-# them P's, or CPU cores. Sizes may differ; blocks are resharded as they cross.
+# A prefill node and a decode node of two ranks each on this machine: on four GPUs (the first two for
+# prefill) or on CPU cores. Sizes may differ; KV blocks are resharded during the hand-over.
 #   examples/tensor_parallel.sh MODEL_FOLDER [more flags of `kvbaton up`]
 set -euo pipefail
 model=${1:?usage: $0 MODEL_FOLDER [flags]}

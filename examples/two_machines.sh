@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Two machines: a router and a prefill node on the first, a decode node on the second. Both need the
-# model's folder at the same place, and the same KVBATON_CLUSTER_KEY.
+# model's folder at the same path, and the same KVBATON_CLUSTER_KEY.
 #   on the first:   examples/two_machines.sh first MODEL_FOLDER ITS_ADDRESS [more flags of the node]
 #   on the second:  examples/two_machines.sh second MODEL_FOLDER ITS_ADDRESS ADDRESS_OF_THE_FIRST [flags]
-# Clients ask http://ADDRESS_OF_THE_FIRST:8000/v1. POLICY=least-loaded hands every prompt over, also where that
-# does not pay.
+# Clients use http://ADDRESS_OF_THE_FIRST:8000/v1. POLICY=least-loaded hands every prompt over, even
+# where that does not pay.
 set -euo pipefail
 which=${1:?usage: $0 first|second MODEL_FOLDER ADDRESS ...}
 model=${2:?usage: $0 $which MODEL_FOLDER ADDRESS ...}

@@ -1,12 +1,12 @@
-r"""A proxy as people write it for vLLM: first the prefill node, then the decode node.
+r"""A proxy written for vLLM: it asks first the prefill node, then the decode node.
 
-It knows nothing of kvbaton: it asks the prefill node for one token with ``do_remote_decode``, and
-pastes the ``kv_transfer_params`` of the answer, unread, into the decode node's request::
+It is not specific to kvbaton: it asks the prefill node for one token with ``do_remote_decode``, and
+copies the ``kv_transfer_params`` of the answer, unread, into the decode node's request::
 
     python examples/vllm_style_proxy.py --prefill http://127.0.0.1:8100 \
         --decode http://127.0.0.1:8200 --port 8000
 
-Our own router sends both legs at once, which hides the hand-over; see `kvbaton router`.
+kvbaton's own router sends both requests at once, which hides the hand-over; see `kvbaton router`.
 """
 
 import argparse
@@ -24,20 +24,20 @@ URLS = web.AppKey("urls", tuple[str, str])
 
 
 def wrong(message: str) -> web.Response:
-    """An error as OpenAI's API words it. What fields a body needs is told by the prefill node."""
+    """An error in the format of OpenAI's API. The prefill node validates the body's fields."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return web.json_response({"error": error}, status=400)
 
 
 async def forward(request: web.Request) -> web.StreamResponse:
-    """Serve one request on both nodes, one after the other."""
+    """Serve one request on the prefill node, then on the decode node."""
     session, (prefill, decode) = request.app[SESSION], request.app[URLS]
     headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
     if "Authorization" in request.headers:
         headers["Authorization"] = request.headers["Authorization"]
     try:
         body = await request.json()
-    except ValueError as error:  # no JSON, or no text
+    except ValueError as error:  # not JSON, or not UTF-8
         return wrong(f"the body is no JSON: {error}")
     if not isinstance(body, dict):
         return wrong("the body must be a JSON object")

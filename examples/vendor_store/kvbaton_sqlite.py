@@ -1,7 +1,7 @@
 """A store that keeps objects as rows of an SQLite database.
 
-A row appears with its transaction, so nobody ever sees a part of one; a checksum tells what the
-disk did to it since. The oldest rows make room for new ones.
+A row becomes visible with its transaction, so no reader ever sees a part of it; a checksum detects
+later corruption on disk. The oldest rows are evicted to make room for new ones.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class SqliteStore(ThreadedStore):
     """Keeps objects in an SQLite database.
 
     Args:
-        name: what metrics call it.
-        path: the database's file; made if it is missing.
-        max_bytes: most bytes of all objects; None for what the disk takes.
-        threads: objects that move at the same time.
+        name: Name of the store in metrics.
+        path: File of the database; created if it is missing.
+        max_bytes: Most bytes of all objects; None for no limit.
+        threads: Number of objects that are transferred at the same time.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Database:
         self._trouble: str | None = "not open"
 
     def open(self) -> None:
-        """Make the tables."""
+        """Create the tables."""
         self._mine = threading.local()
         with self._connection() as connection:
-            # Before anything is there: a block of KV then fills few pages.
+            # Before the first write: with large pages, a KV block takes few of them.
             connection.execute("PRAGMA page_size=65536")
             connection.execute("PRAGMA journal_mode=WAL")
             connection.executescript(SCHEMA)
@@ -73,15 +73,15 @@ class Database:
         self._trouble = "not open"
 
     def health(self) -> str | None:
-        """What was wrong with the last call."""
+        """The error of the last call; None if it succeeded."""
         return self._trouble
 
     def usage(self) -> Usage:
-        """As of the last change that we made."""
+        """Usage as of the last change by this process."""
         return self._usage
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask for all keys at once."""
+        """Look up all keys with one query."""
         marks = ",".join("?" * len(keys))
         with self._connection() as connection:
             rows = connection.execute(f"SELECT key FROM objects WHERE key IN ({marks})", keys)
@@ -89,13 +89,13 @@ class Database:
         return [key in there for key in keys]
 
     def get(self, key: bytes, target: Pieces) -> bool:
-        """Copy a row's bytes."""
+        """Copy a row's bytes into `target`."""
         return self.get_many([key], [target])[0]
 
     def get_many(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> list[bool]:
-        """Copy rows' bytes, those that are as they were stored; one query for all."""
+        """Copy the bytes of all intact rows into their targets; one query for all."""
         answers = [False] * len(keys)
-        # A join costs less than ``IN``, which sorts, and the numbers tell whose row it is.
+        # A join costs less than ``IN``, which sorts; the numbers tell which key a row is for.
         asked = ",".join(f"({number},?)" for number in range(len(keys)))
         query = f"WITH asked (number, key) AS (VALUES {asked}) SELECT number, sum, data FROM asked"
         with self._connection() as connection:
@@ -126,12 +126,12 @@ class Database:
             raise
         if sum(map(len, objects)) <= room:
             return [True] * len(keys)
-        return self.contains(keys)  # they may have made room for each other
+        return self.contains(keys)  # new rows may have evicted each other
 
     def _insert(self, rows: Sequence[tuple[bytes, int, bytes]]) -> None:
         with self._connection() as connection, connection:
             connection.execute("BEGIN IMMEDIATE")
-            # What the disk has spoiled is repaired by whoever stores it again.
+            # Storing an object again repairs a row that was corrupted on disk.
             connection.executemany(
                 "DELETE FROM objects WHERE key = ? AND sum != checksum(data)",
                 [(key,) for key, _, _ in rows],
@@ -173,7 +173,7 @@ class Database:
 
 
 def checksum(data: bytes) -> int:
-    """Of an object, as SQLite keeps integers: 63 bits."""
+    """Checksum of an object, as a 63-bit integer, which SQLite can store."""
     return xxh3_64_intdigest(data) >> 1
 
 

@@ -1,4 +1,4 @@
-"""The kit's way to the rows of a `SqliteStore` that leaves the store out."""
+"""Back door of the conformance kit: direct access to the rows of a `SqliteStore`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from xxhash import xxh3_64_intdigest
 
 
 class SqliteDoor:
-    """Reads and spoils what an opened store keeps."""
+    """Reads and damages objects of an opened store."""
 
     def __init__(self, store: Any) -> None:
         self._database = store.backend
 
     def get(self, key: bytes) -> bytes | None:
-        """The bytes of a row."""
+        """Return the bytes of a row."""
         found = self._run("SELECT data FROM objects WHERE key = ?", key)
         return found[0] if found else None
 
@@ -25,7 +25,7 @@ class SqliteDoor:
         self._run("INSERT INTO objects (key, sum, data) VALUES (?, ?, ?)", *row)
 
     def cut(self, key: bytes, num_bytes: int) -> None:
-        """Leave only the first bytes of a row."""
+        """Truncate a row to its first `num_bytes` bytes."""
         self._run("UPDATE objects SET data = substr(data, 1, ?) WHERE key = ?", num_bytes, key)
 
     def spoil(self, key: bytes) -> None:
@@ -35,7 +35,7 @@ class SqliteDoor:
         self._run("UPDATE objects SET data = ? WHERE key = ?", wrong, key)
 
     def fail(self, failing: bool) -> None:
-        """Give the table another name for a while."""
+        """Make all calls fail, by renaming the table; or undo it."""
         names = ("objects", "away") if failing else ("away", "objects")
         self._run("ALTER TABLE {} RENAME TO {}".format(*names))
 

@@ -1,7 +1,7 @@
 """A transport between processes of one Linux machine, by `process_vm_writev`.
 
-The kernel copies from the writer's memory straight into the target's, which does nothing for it. A
-notice follows as a datagram. Both processes are of one user and of one PID namespace.
+The kernel copies from the writer's memory straight into the target's; the target process takes no
+part. A notice follows as a datagram. Both processes need the same user and PID namespace.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ libc.process_vm_writev.argtypes = [
 
 
 def started(pid: int) -> str:
-    """When a process started, which tells it from others that had or will have its number."""
+    """Start time of a process: with the pid it identifies the process, since pids are reused."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 class VmPeer:
-    """Another transport, as its card describes it."""
+    """A remote transport, as described by its card."""
 
     def __init__(self, name: str, pid: int, start: str, at: str, secret: str, regions: Any) -> None:
         self.name, self.pid, self.start, self.at = str(name), int(pid), str(start), str(at)
@@ -64,7 +64,7 @@ class VmPeer:
         self.worker = threading.Thread(target=self._work, name=f"to {name}", daemon=True)
 
     def dead(self) -> bool:
-        """Whether its process has ended: then no system call of it goes on either."""
+        """Whether its process has ended; then none of its system calls is running either."""
         try:
             pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -76,7 +76,7 @@ class VmPeer:
         return True
 
     def dial(self) -> socket.socket:
-        """A socket for notices; ConnectionError where nobody takes them any more."""
+        """A socket for notices; ConnectionError if the peer does not accept them any more."""
         self.check()
         out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         out.settimeout(0.02)
@@ -86,7 +86,7 @@ class VmPeer:
         return out
 
     def check(self) -> None:
-        """Raise OSError if nothing may be written any more."""
+        """Raise OSError if writes are not allowed any more."""
         if not self.open:
             raise ConnectionError("the connection was closed")
         if self.dead():
@@ -99,7 +99,7 @@ class VmPeer:
                     self._copy(handle.ours, handle.theirs)
                     self._tell(out, handle.notice)
                 handle.end = Status.DONE, None
-            except OSError as error:  # nobody else writes for this handle, so it has drained
+            except OSError as error:  # only this thread writes for the handle, so it has drained
                 handle.end = Status.DRAINED, f"can't write to {self.name}: {error}"
 
     def _copy(self, ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> None:
@@ -113,7 +113,7 @@ class VmPeer:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             ends = here[:, 1].cumsum()
             whole = int(ends.searchsorted(moved, side="right"))
-            if whole < len(here):  # the kernel stopped in the middle of this one
+            if whole < len(here):  # the kernel stopped in the middle of this piece
                 part = moved - int(ends[whole] - here[whole, 1])
                 here[whole] += (part, -part)
                 there[whole] += (part, -part)
@@ -122,35 +122,35 @@ class VmPeer:
     def _tell(self, out: socket.socket, notice: bytes) -> None:
         while True:
             self.check()
-            with suppress(TimeoutError):  # its queue is full
+            with suppress(TimeoutError):  # the peer's queue is full
                 out.send(self.secret + notice)
                 return
 
 
 class VmHandle:
-    """A write. The peer's worker sets its end, and looks at the vectors until then."""
+    """A write. The peer's worker uses the vectors until it sets the final status."""
 
     def __init__(self, ours: Any, theirs: Any, notice: bytes) -> None:
         self.ours, self.theirs, self.notice = ours, theirs, notice
         self.end: tuple[Status, str | None] = (Status.PENDING, None)
 
     def status(self) -> Status:
-        """State now."""
+        """Current status."""
         return self.end[0]
 
     def error(self) -> str | None:
-        """Why it failed."""
+        """Reason of the failure; None if there was none."""
         return self.end[1]
 
     def release(self) -> None:
-        """Nothing to give back."""
+        """No resources to release."""
 
 
 def pieces(ranges: Ranges, regions: Any, side: int) -> Any:
     """Address and length of each piece, as `struct iovec`, on side 0 (source) or 1 (target).
 
     Raises:
-        ValueError: a row leaves its region, or says nothing. Nothing here can overflow.
+        ValueError: A row exceeds its region, or names none. No number here can overflow.
     """
     known = np.vstack([regions, np.zeros((1, 2), np.int64)])
     region, offset, stride = ranges[:, 2 * side], ranges[:, 2 * side + 1], ranges[:, 6 + side]
@@ -165,11 +165,11 @@ def pieces(ranges: Ranges, regions: Any, side: int) -> Any:
 
 
 class VmTransport:
-    """Writes into other processes of this machine.
+    """Writes into the memory of other processes on this machine.
 
     Args:
-        name: unique per process and generation.
-        host: not used: it never leaves the machine.
+        name: Unique per process and generation.
+        host: Ignored: all traffic stays on the machine.
     """
 
     def __init__(self, name: str, *, host: str = "127.0.0.1") -> None:
@@ -182,11 +182,11 @@ class VmTransport:
         self._inbox.bind(f"\0{self._at}")
         self._regions: list[tuple[int, int]] = []
         self._peers: list[VmPeer] = []
-        # Where Yama asks for it; elsewhere this is an error that means nothing.
+        # Needed where Yama restricts ptrace; elsewhere the error is harmless.
         libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
 
     def register(self, memory: Memory) -> Region:
-        """Make memory reachable."""
+        """Make memory available to peers."""
         if memory.device != "cpu":
             raise TransportError(f"process_vm_writev can't reach {memory.device} memory")
         self._regions.append((memory.address, memory.num_bytes))
@@ -197,12 +197,12 @@ class VmTransport:
         self._regions[region.index] = (0, 0)
 
     def card(self) -> bytes:
-        """Who may write, and where to."""
+        """What peers need to write here: address, secret and regions."""
         me = self.name, os.getpid(), started(os.getpid())
         return json.dumps([*me, self._at, self._secret.hex(), self._regions]).encode()
 
     def connect(self, card: bytes) -> VmPeer:
-        """Reach the owner of a card."""
+        """Connect to the owner of a card."""
         try:
             peer = VmPeer(*json.loads(card))
             peer.dial().close()
@@ -213,7 +213,7 @@ class VmTransport:
         return peer
 
     def close(self, peer: Peer) -> bool:
-        """Whether its worker, who alone reads our memory, has ended."""
+        """Stop the peer's worker; whether it, the only reader of our memory, has ended."""
         assert isinstance(peer, VmPeer)
         if peer.open:
             peer.open = False
@@ -227,7 +227,7 @@ class VmTransport:
         return peer.dead()
 
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> VmHandle:
-        """Leave the copy to the peer's worker."""
+        """Queue the copy for the peer's worker."""
         if not isinstance(peer, VmPeer) or len(notice) > MAX_NOTICE_BYTES:
             raise ValueError(f"no peer of mine, or a notice of more than {MAX_NOTICE_BYTES} bytes")
         if ranges.ndim != 2 or ranges.shape[1] != 8 or ranges.dtype != np.int64:
@@ -245,7 +245,7 @@ class VmTransport:
         return handle
 
     def notices(self) -> Sequence[Notice]:
-        """Notices that have come since the last call, of those who know the secret."""
+        """Notices received since the last call, from senders that know the secret."""
         found = []
         with suppress(BlockingIOError):
             while True:
@@ -253,7 +253,7 @@ class VmTransport:
         return [Notice(data[16:]) for data in found if data[:16] == self._secret]
 
     def lost(self) -> Sequence[VmPeer]:
-        """Peers whose process has ended, or who take no notices any more."""
+        """Peers whose process has ended, or that accept no notices any more."""
         gone = []
         for peer in self._peers:
             try:
@@ -265,7 +265,7 @@ class VmTransport:
         return gone
 
     def shutdown(self) -> None:
-        """Close all peers, and wait until none of our memory is read."""
+        """Close all peers, and wait until no worker reads our memory."""
         for peer in list(self._peers):
             self.close(peer)
             peer.worker.join(STOP_S)

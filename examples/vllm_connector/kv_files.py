@@ -1,8 +1,8 @@
-"""A connector written for vLLM: it keeps the KV of whole blocks as files in a shared folder.
+"""A connector written for vLLM: it stores the KV of whole blocks as files in a shared folder.
 
-Nothing in here knows kvbaton. A block's file is named by a hash over all tokens up to its end, so
-equal prefixes are equal files. Each file has the block of every layer, one after the other, and is
-renamed into place when it is whole.
+It does not depend on kvbaton. A block's file is named by a hash of all tokens up to its end, so
+equal prefixes share files. A file holds the block of every layer, one after the other, and is
+renamed into place when it is complete.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ logger = init_logger(__name__)
 
 @dataclass
 class Moves(KVConnectorMetadata):
-    """What a step moves: (block's number in the cache, its file)."""
+    """Loads and saves of a step, as (block id in the cache, file name)."""
 
     loads: list[tuple[int, str]] = field(default_factory=list)
     saves: list[tuple[int, str]] = field(default_factory=list)
 
 
 class KVFilesConnector(KVConnectorBase_V1):
-    """See the module; ``path`` of its extra configuration is the folder."""
+    """See the module; ``path`` in the extra configuration names the folder."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -49,7 +49,7 @@ class KVFilesConnector(KVConnectorBase_V1):
     # --- scheduler side ---
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        """Tokens of whole blocks from the first on, but never the last token of the prompt."""
+        """Count the tokens of stored leading blocks, without the last token of the prompt."""
         found = 0
         for name in self._files(request.prompt_token_ids[:-1]):
             if not self._kept(name):
@@ -58,12 +58,12 @@ class KVFilesConnector(KVConnectorBase_V1):
         return max(0, found - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Remember what the next step loads."""
+        """Remember the loads of the next step."""
         if num_external_tokens:
             self._loading[request.request_id] = num_external_tokens // self._block_size
 
     def build_connector_meta(self, scheduler_output: Any) -> Moves:
-        """Loads that were promised, and saves of the prompts that this step computes whole."""
+        """Announced loads, and saves of the prompts that this step computes completely."""
         moves = Moves()
         for new in scheduler_output.scheduled_new_reqs:
             end = new.num_computed_tokens + scheduler_output.num_scheduled_tokens[new.req_id]
@@ -78,17 +78,17 @@ class KVFilesConnector(KVConnectorBase_V1):
         return moves
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
-        """Blocks are saved before a step ends."""
+        """Free the blocks at once: they were saved before the step ended."""
         return False, None
 
     # --- worker side ---
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Layers' caches: the first dimension counts blocks."""
+        """Keep the layers' caches; their first dimension is the block."""
         self._caches = kv_caches
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Read files into blocks; those that can't be read are computed by vLLM."""
+        """Read files into blocks; vLLM recomputes blocks that can't be read."""
         for block, name in self._get_connector_metadata().loads:
             try:
                 data = bytearray((self._folder / name).read_bytes())
@@ -106,10 +106,10 @@ class KVFilesConnector(KVConnectorBase_V1):
                 row.copy_(torch.frombuffer(part, dtype=row.dtype).view(row.shape))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All was loaded when the step began."""
+        """No wait: `start_load_kv` has loaded all layers."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
-        """Blocks are saved at the end of the step, all layers together."""
+        """Nothing here: `wait_for_save` saves all layers together."""
 
     def wait_for_save(self) -> None:
         """Write the files."""
@@ -121,14 +121,14 @@ class KVFilesConnector(KVConnectorBase_V1):
             part.replace(self._folder / name)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Told once."""
+        """Block ids that could not be loaded since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 
     # --- files ---
 
     def _files(self, tokens: list[int]) -> list[str]:
-        """Names of the files of a prompt's whole blocks."""
+        """File names of a prompt's whole blocks."""
         names, digest = [], hashlib.sha256()
         for start in range(0, len(tokens) // self._block_size * self._block_size, self._block_size):
             block = tokens[start : start + self._block_size]

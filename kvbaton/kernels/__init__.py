@@ -1,1 +1,1 @@
-"""Tensor functions: Triton kernels and, beside each, its plain torch reference."""
+"""Tensor functions: Triton kernels, each beside its plain torch reference."""

@@ -1,7 +1,7 @@
-"""FP8 products whose factors have a scale for each run of inputs, as DeepSeek-V3's weights have.
+"""FP8 products with a scale for each run of input features, as in DeepSeek-V3.
 
-Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3: products of one
-run are summed by the tensor cores, runs in float32.
+Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3: the tensor cores
+sum the products within a run; the sums of runs are added in float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from kvbaton.kernels.jit import cdiv, jit, tl, use_triton
 
 GROUPS = (32, 64, 128)
-"""Lengths of runs that the kernel is for."""
+"""Lengths of a run, in features, that the kernel supports."""
 
 
 def block_scaled_linear(
@@ -29,8 +29,8 @@ def block_scaled_linear(
         x_scales: [T, ceil(K / group)] float32, contiguous.
         weight: [N, K] float8_e4m3fn, contiguous.
         scales: [N, ceil(K / group)] float32, contiguous.
-        group: inputs of a run, one of `GROUPS`; the last one may be shorter.
-        dtype: of the result.
+        group: Features per run, one of `GROUPS`; the last run may be shorter.
+        dtype: dtype of the result.
 
     Returns:
         [T, N].
@@ -41,7 +41,7 @@ def block_scaled_linear(
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
     if not rows:
         return out
-    # Few rows: as many programs as there can be, since reading the weight is all the work.
+    # With few rows, reading the weight is all the work: use as many programs as possible.
     block_m, block_n, warps = (64, 128, 4) if rows <= 128 else (128, 128, 8)
     if rows <= 32:
         block_m, block_n, warps = (16 if rows <= 16 else 32), 32, 4
@@ -71,7 +71,7 @@ def block_scaled_linear_reference(
     group: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Plain torch for `block_scaled_linear`, in float32."""
+    """Plain torch for `block_scaled_linear`, computed in float32."""
     wide, heavy = (
         part.float() * of.repeat_interleave(group, 1)[:, : part.shape[1]]
         for part, of in ((x, x_scales), (weight, scales))

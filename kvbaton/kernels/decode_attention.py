@@ -1,4 +1,4 @@
-"""Attention of one query per sequence over its pages, split over the keys (see `decode_parts`).
+"""Paged decode attention: one query per sequence, split over its keys (see `decode_parts`).
 
 The query heads of one KV head share a tile, so that keys and values are read once (Ainslie et al.,
 "GQA", arXiv 2305.13245).
@@ -20,13 +20,16 @@ from kvbaton.kernels.paged_attention import (
 from kvbaton.kernels.quantize_fp8 import widen
 
 PLACES = 528
-"""Programs that an H100 or H200 runs at a time: four on each of 132 multiprocessors."""
+"""Programs that an H100 or H200 runs at a time: four on each of its 132 multiprocessors."""
 
 MERGED_PARTS = 8
-"""Parts that a program merges at a time."""
+"""Number of parts that a program merges at a time."""
 
 MERGING_SEQUENCES = 16
-"""With fewer a kernel of its own merges parts sooner than the last program of each sequence."""
+"""Smallest batch whose parts are merged by the last program of each sequence.
+
+For smaller batches a separate merge kernel is faster.
+"""
 
 
 def decode_attention(
@@ -40,24 +43,24 @@ def decode_attention(
     parts: Parts | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute out = softmax(scale * q k^T) v over each sequence's keys; q is its last token.
+    """Compute softmax(scale * q k^T) v over each sequence's keys; q is its last token's query.
 
-    Nothing is read on the host, and the grid depends on shapes only, so a CUDA graph may capture it
-    and replay it with other lengths.
+    The host reads no tensor, and the grid depends on shapes only: a CUDA graph may capture the
+    launch and replay it with other lengths.
 
     Args:
         query: [B, heads, D]; last axis contiguous, D at least 16.
         key_cache: [num_blocks, kv_heads, block_size, D], of the query's dtype or float8_e4m3fn; any
             strides before the last axis.
-        value_cache: as `key_cache`, with the same strides.
+        value_cache: Like `key_cache`, with the same strides.
         block_tables: [B, max_blocks], int32.
-        context_lens: [B], int32: tokens of each sequence, the query's own included; 0 is padding.
-        softmax: see there.
-        parts: by `decode_parts` for these lengths; None decides anew.
-        out: [B, heads, D], contiguous, to fill; None makes one.
+        context_lens: [B], int32: tokens of each sequence, including the query's; 0 is padding.
+        softmax: Scale, mask and form of the softmax.
+        parts: Result of `decode_parts` for these lengths; None computes it.
+        out: [B, heads, D], contiguous: the output tensor; None allocates one.
 
     Returns:
-        [B, heads, D], contiguous; 0 in padding, unless `parts` leave it out.
+        [B, heads, D], contiguous; 0 in padding, unless `parts` has none for padding.
     """
     if not use_triton(query):
         found = decode_attention_reference(
@@ -120,7 +123,7 @@ def decode_parts(
     spare: int | None = None,
     pads: bool = True,
 ) -> Parts:
-    """Share keys among programs, for all layers with these shapes.
+    """Split keys among programs, for all layers with these shapes.
 
     The arguments are those of `decode_attention` and `share_keys`.
     """
@@ -153,8 +156,8 @@ def decode_attention_reference(
 
 
 def _tile(block_d: int, element_size: int) -> tuple[int, dict[str, int]]:
-    """Keys per tile, and launch options, as measured best on an H200 for 128 features of bf16."""
-    if block_d * element_size > 1024:  # two stages of more keys don't fit into shared memory
+    """Keys per tile, and launch options: the fastest on an H200 for 128 features in bf16."""
+    if block_d * element_size > 1024:  # two stages of more keys don't fit in shared memory
         return 16, {"num_stages": 2, "num_warps": 4}
     if block_d * element_size > 256:
         return 32, {"num_stages": 2, "num_warps": 4}

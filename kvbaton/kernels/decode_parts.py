@@ -1,9 +1,9 @@
-"""Sharing the keys of a decode step among programs: parts of about one size, whatever the lengths.
+"""Splits the keys of a decode step into parts of about equal size, one program each.
 
-A sequence that is far longer than the others has more parts, and few sequences have several each.
-The device decides, so that replays of a CUDA graph follow the lengths; all layers that see the same
-tokens share the decision. Sources: Ye et al., "FlashInfer", arXiv 2501.01005, section 3.3; Dao et
-al., "Flash-Decoding for long-context inference" (2023).
+A sequence far longer than the others gets more parts; in a small batch each sequence gets several.
+The device computes the split, so that it follows the lengths when a CUDA graph is replayed. Layers
+that attend to the same tokens share one split. Sources: Ye et al., "FlashInfer", arXiv 2501.01005,
+section 3.3; Dao et al., "Flash-Decoding for long-context inference" (2023).
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ from kvbaton.kernels.jit import cdiv, jit, launch_next, next_power_of_2, tl, use
 from kvbaton.kernels.paged_attention import first_key
 
 LEAST, MOST_LEAST = 64, 768
-"""Tokens: no part is shorter, unless its sequence is; with many programs the second."""
+"""Least length of a part in tokens (unless its sequence is shorter), by the number of programs.
+
+It is LEAST for the fewest programs, and grows with their number up to MOST_LEAST.
+"""
 
 FIELDS = 6
-"""Of a part: its sequence, that one's length, its first tile and the one after its last, which part
-it is and of how many."""
+"""Number of fields of a part: sequence, length of the sequence, first tile, end tile (exclusive),
+index of the part in its sequence, and number of parts of the sequence."""
 
 CLEARED_PARTS = 256
-"""Unused parts, and counters, that are cleared at a time."""
+"""Number of unused parts, or of counters, that are cleared at a time."""
 
 MERGED_PARTS = 16
-"""Parts that are merged at a time."""
+"""Number of parts that are merged at a time."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Who computes what, decided for some lengths.
+    """A split of the keys of a batch into parts, for given sequence lengths.
 
     Attributes:
-        begins: [batch + 1] int32, the first part of each sequence; then how many there are.
-        fields: [number, FIELDS] int32; the sequence is -1 behind the last part.
+        begins: [batch + 1] int32, index of each sequence's first part; then the number of parts.
+        fields: [number, FIELDS] int32; after the last part, the sequence is -1.
         counters: [batch, heads] int32, zero between launches.
     """
 
@@ -45,15 +48,15 @@ class Parts:
 
 
 def spare_parts(batch: int, heads: int, places: int) -> tuple[int, bool]:
-    """How many more parts than sequences there may be; whether sequences are better left whole.
+    """Choose how many parts there may be beyond one per sequence, and whether sequences stay whole.
 
-    They are if they fill at least half of the GPU and none is longer than 1.6 times the mean, but
-    not if they fill it just once: who comes last would run alone. Measured on an H100.
+    Sequences of similar length (the longest at most 1.6 times the mean) stay whole if they are
+    slightly more than the GPU runs at a time. Measured on an H100.
 
     Args:
-        batch: sequences.
-        heads: programs of each part.
-        places: programs that a GPU runs at a time.
+        batch: Number of sequences.
+        heads: Number of programs of each part.
+        places: Number of programs that the GPU runs at a time.
     """
     at_once = max(places // heads, 1)
     if 2 * batch < at_once:
@@ -72,17 +75,17 @@ def share_keys(
     spare: int | None = None,
     pads: bool = True,
 ) -> Parts:
-    """Decide who computes what.
+    """Split the keys of a batch into parts.
 
     Args:
         context_lens: [batch] int32: tokens of each sequence; 0 is padding.
-        heads: programs of each part.
-        tile: tokens that a program computes at a time.
-        places: programs that a GPU runs at a time.
-        window: keys at positions > own position - window only; 0: all.
-        chunked: instead those of the own chunk of `window` tokens.
-        spare: more parts than sequences, at least 1; None takes `spare_parts`.
-        pads: padding has a part too, so that zeros are written for it.
+        heads: Number of programs of each part.
+        tile: Tokens that a program computes at a time.
+        places: Number of programs that the GPU runs at a time.
+        window: Only keys at positions > own position - window count; 0 for all keys.
+        chunked: Only keys of the query's own chunk of `window` tokens count instead.
+        spare: Number of parts beyond one per sequence, at least 1; None for `spare_parts`.
+        pads: Whether padding gets a part too, so that zeros are written for it.
     """
     batch, whole = len(context_lens), False
     if spare is None:
@@ -109,7 +112,7 @@ def share_keys(
         least,
         int(whole),
         int(pads),
-        BATCH=next_power_of_2(batch),  # of all that is compiled for, the only one that steps change
+        BATCH=next_power_of_2(batch),  # the only compile-time argument that differs between steps
         STRIDE=FIELDS,
         CLEARED=CLEARED_PARTS,
         TILE=tile,
@@ -132,7 +135,7 @@ def share_keys_reference(
     chunked: bool = False,
     pads: bool = True,
 ) -> Parts:
-    """Plain torch for `share_keys`, whose least part has `least` tiles."""
+    """Plain torch for `share_keys`; `least` is the least number of tiles of a part."""
     last, batch = (context_lens - 1).clamp(min=0), len(context_lens)
     first = torch.zeros_like(context_lens)
     if window:
@@ -220,14 +223,14 @@ def part_at(fields: tl.tensor, STRIDE: tl.constexpr, number: tl.tensor) -> tl.te
 def merge_parts(
     states: torch.Tensor, lse: torch.Tensor, parts: Parts, out: torch.Tensor, features: int
 ) -> torch.Tensor:
-    """Merge the parts of each sequence that has several.
+    """Merge the parts of each sequence that has more than one.
 
     Args:
         states: [number of parts, heads, N] float32.
         lse: [number of parts, heads] float32, to base 2.
-        parts: which are whose.
-        out: [batch, heads, N], contiguous, to fill.
-        features: of a program, a power of two.
+        parts: Parts of the sequences.
+        out: [batch, heads, N], contiguous: the output tensor.
+        features: Number of features per program, a power of two.
 
     Returns:
         `out`.

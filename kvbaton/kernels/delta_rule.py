@@ -1,18 +1,19 @@
-"""The gated delta rule on states in the pool: a token of each sequence, or all prompts of a step.
+"""The gated delta rule on states in the pool: a step's decoding sequences and its prompts.
 
-Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464. Of a head with state S [keys,
+Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464. For a head with state S [keys,
 values], decay g, strength b, query q, key k and value v:
 
     S = exp(g) S;  S = S + k (b (v - k S));  out = q S
 
-A token is as fast as its state is read and written: once each here, eleven times in plain torch.
-Of prompts all chunks come first, at once: what a token of one adds depends on what those before it
-have added, a triangular system (section 3.3). Then each state is carried over its chunks, by a
-program for some values of a head, which holds them in registers.
+Decoding is bound by the memory traffic of the states: each is read and written once here, and
+eleven times in plain torch. Prefill takes two kernels. The first solves all chunks in parallel: the
+update by a token depends on those of earlier tokens of its chunk, a triangular system (section
+3.3). The second carries each state over its chunks; a program holds some values of a head in
+registers.
 
-Products take operands of the model's dtype and add up in float32, as attention does; in float32
-they are of three TF32 ones, since one alone is a thousand times less exact. States, decays and what
-becomes of the system are float32 in any case.
+Products take operands of the model's dtype and accumulate in float32, as attention does. A float32
+product is made of three TF32 products, since one alone is a thousand times less exact. States,
+decays and the solutions of the system are always computed in float32.
 """
 
 from __future__ import annotations
@@ -28,37 +29,37 @@ from torch import Tensor
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
 
 CHUNK = 64
-"""Tokens whose triangular system is solved at once."""
+"""Tokens per chunk: the size of a triangular system."""
 
 BLOCK = 16
-"""Tokens of a chunk that are solved one after the other; blocks are, too, but by products."""
+"""Tokens per block of a chunk: solved row by row; blocks are combined by matrix products."""
 
 BLOCK_V = 32
-"""Values of a head per program that moves its state on by a token."""
+"""Values of a head per program of the decode kernel."""
 
 SOLVE = {2: {"num_warps": 4, "num_stages": 1}, 4: {"num_warps": 8, "num_stages": 1}}
 SCAN = {
     2: {"BLOCK_V": 64, "num_warps": 4, "num_stages": 3},
-    4: {"BLOCK_V": 32, "num_warps": 4, "num_stages": 1},  # two chunks at a time would not fit
+    4: {"BLOCK_V": 32, "num_warps": 4, "num_stages": 1},  # two chunks would not fit
 }
-"""How the two kernels of prompts are launched, by the bytes of an element; measured on an H100."""
+"""Launch options of the two prefill kernels, by element size in bytes; measured on an H100."""
 
 LONE_BLOCK_V = 32
-"""Values of a head per program that scans the only prompt, which has few programs."""
+"""Values of a head per program of the scan of a lone prompt: smaller, for more programs."""
 
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Where a step's prompts are, in its batch and among the rows of `LayerStates`.
+    """Positions of a step's prompts in its batch and in the rows of `LayerStates`.
 
-    Of a prompt each row is a *stretch*: tokens up to one whose state is kept. It goes on from the
-    state of the stretch before it.
+    Each row of a prompt is a *stretch*: tokens up to one after which the state is kept. A stretch
+    starts from the state of the previous one.
 
     Attributes:
-        bounds: [rows + 1] int64: first token of each row, of those that decode as well; the end.
-        sequences: [prompts + 1] int64: first row of each prompt; the end.
-        chunks: [3, chunks] int64: all stretches as `cut` makes them.
-        pieces: [3, pieces] int64: all prompts, likewise.
+        bounds: [rows + 1] int64: first token of each row, including decoding rows; then the end.
+        sequences: [prompts + 1] int64: first row of each prompt; then the end.
+        chunks: [3, chunks] int64: all stretches, cut by `cut`.
+        pieces: [3, pieces] int64: all prompts, cut by `cut`.
     """
 
     bounds: Tensor
@@ -69,16 +70,17 @@ class PromptRows:
 
 @dataclass(frozen=True)
 class LayerStates:
-    """A layer's states, and which of them a batch moves on: a row for each.
+    """A layer's states, and those that a batch reads and writes: one per row.
 
     Attributes:
         data: [blocks, key heads, rows of a state, values] float32, the last two axes contiguous.
-            Last in a state are [keys, values] of each value head of its key head; what is before
-            them is the convolution's (`delta_rule_inputs`).
-        reads: [rows] int64, block of each state before the tokens of a row.
-        writes: [rows] int64, where it goes; may be the same, no other's; 0 for nowhere.
-        num_decodes: rows of one token each, which come first, in the batch too.
-        prompts: the others; None if there are none.
+            A state ends with [keys, values] for each value head of its key head; before that is
+            the state of the convolution (`delta_rule_inputs`).
+        reads: [rows] int64, block of each row's state before its tokens.
+        writes: [rows] int64, block for the state after them: the one read, or one that no other
+            row uses; 0 to drop the state.
+        num_decodes: Number of decoding rows, of one token each; they come first, in the batch too.
+        prompts: The other rows; None if there are none.
     """
 
     data: Tensor
@@ -89,10 +91,13 @@ class LayerStates:
 
 
 def cut(bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Spans of tokens in pieces of CHUNK at most: first token, end, number of the span.
+    """Cut spans of tokens into pieces of at most CHUNK tokens.
 
     Args:
-        bounds: [spans + 1], where each begins; the end.
+        bounds: [spans + 1], start of each span; then the end.
+
+    Returns:
+        [3, pieces]: first token, end, and index of the span.
     """
     counts = -(-np.diff(bounds) // CHUNK)
     of = np.repeat(np.arange(len(counts)), counts)
@@ -102,14 +107,14 @@ def cut(bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def delta_rule(mixed: Tensor, decay: Tensor, beta: Tensor, states: LayerStates) -> Tensor:
-    """Move states on by the tokens of a batch.
+    """Apply the tokens of a batch to the states, and compute their outputs.
 
     Args:
-        mixed: [tokens, key heads, channels]: per key head its query, its key, and the value of each
+        mixed: [tokens, key heads, channels]: per key head the query, the key, and the value of each
             of its value heads; contiguous.
         decay: [tokens, heads] float32: g; contiguous.
         beta: [tokens, heads] float32: b; contiguous.
-        states: of all rows.
+        states: States of all rows; those to write are updated in place.
 
     Returns:
         [tokens, heads, values], dtype of `mixed`.
@@ -182,7 +187,7 @@ def delta_rule(mixed: Tensor, decay: Tensor, beta: Tensor, states: LayerStates) 
 
 
 def delta_rule_reference(mixed: Tensor, decay: Tensor, beta: Tensor, states: LayerStates) -> Tensor:
-    """Plain torch for `delta_rule`, in the dtype of the states."""
+    """Plain torch for `delta_rule`, computed in the dtype of the states."""
     data, n, heads = states.data, states.num_decodes, decay.shape[1]
     values, per_key = data.shape[-1], heads // mixed.shape[1]
     keys = (mixed.shape[-1] - per_key * values) // 2
@@ -211,18 +216,18 @@ def delta_rule_reference(mixed: Tensor, decay: Tensor, beta: Tensor, states: Lay
 def delta_rule_step(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token of each sequence.
+    """Apply one token of each sequence; all tensors have one dtype.
 
     Args:
-        query: [n, heads, keys], of the dtype of all that follow.
-        key: likewise.
+        query: [n, heads, keys].
+        key: [n, heads, keys].
         value: [n, heads, values].
         decay: [n, heads]: g.
         beta: [n, heads]: b.
         state: [n, heads, keys, values].
 
     Returns:
-        What they read, as `value`, and the states after them.
+        Outputs, shaped like `value`, and the new states.
     """
     state = state * decay.exp()[..., None, None]
     known = (key[..., None, :] @ state)[..., 0, :]
@@ -234,22 +239,22 @@ def delta_rule_step(
 def chunk_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Consecutive tokens of one sequence, chunk by chunk (section 3.3 of the paper).
+    """Apply consecutive tokens of one sequence, chunk by chunk (section 3.3 of the paper).
 
-    Within a chunk, what each token adds to the state depends on what those before it have added:
-    a triangular system with ones on its diagonal, and on its right values less what the state
-    before the chunk already has for the keys.
+    Within a chunk, the update by each token depends on the updates by earlier tokens: a triangular
+    system with ones on its diagonal. Its right side is the values less what the state before the
+    chunk holds for the keys. All tensors have one dtype.
 
     Args:
-        query: [heads, tokens, keys], of the dtype of all that follow.
-        key: likewise.
+        query: [heads, tokens, keys].
+        key: [heads, tokens, keys].
         value: [heads, tokens, values].
         decay: [heads, tokens]: g.
         beta: [heads, tokens]: b.
         state: [heads, keys, values].
 
     Returns:
-        What they read, as `value`, and the state after them.
+        Outputs, shaped like `value`, and the new state.
     """
     out = torch.empty_like(value)
     for begin in range(0, key.shape[1], CHUNK):

@@ -1,8 +1,8 @@
-"""What the gated delta rule takes, from a layer's projections: one launch, or one for prompts too.
+"""Inputs of the gated delta rule from a layer's projections: a launch each for decode and prefill.
 
-A causal convolution mixes each channel with its last tokens, of which a state keeps those that the
-next token will see (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464, section
-3.4). Then SiLU; queries and keys get length 1, and queries the scale of attention.
+A causal convolution mixes each channel over its last tokens; the state keeps those that the next
+token needs (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464, section 3.4). SiLU
+follows; then queries and keys are normalised to length 1, and queries scaled as in attention.
 """
 
 from __future__ import annotations
@@ -17,28 +17,27 @@ from kvbaton.kernels.delta_rule import LayerStates
 from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton
 
 LAUNCH = {"BLOCK_T": 16, "num_warps": 4}
-"""Of prompts: tokens that a program has in registers, and its warps."""
+"""Launch options for prompts: tokens that a program holds in registers, and its warps."""
 
 
 def delta_rule_inputs(
     projected: Tensor, rates: Tensor, weight: Tensor, decays: Tensor, states: LayerStates
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the inputs of `delta_rule`, and keep in the states what the next tokens see.
+    """Compute the inputs of `delta_rule`, and update the convolution's part of the states.
 
     Args:
-        projected: [tokens, key heads, channels]: per key head its query, its key, its values; the
+        projected: [tokens, key heads, channels]: per key head the query, the key and the values;
             last axis contiguous.
-        rates: [tokens, key heads, 2, values per key head], contiguous: logits of strengths, then
-            steps of decays.
-        weight: [key heads, channels, taps], contiguous: of the convolution; the last tap is of the
-            token itself.
-        decays: [2, heads] float32: the logarithm of each head's decay per step, negated; what is
-            added to steps.
-        states: of all rows. A state begins with [channels, taps - 1] for its key head: the last
-            inputs; zeros up to a whole row.
+        rates: [tokens, key heads, 2, values per key head], contiguous: logits of the strengths,
+            then steps of the decays.
+        weight: [key heads, channels, taps], contiguous: weight of the convolution; the last tap is
+            for the token itself.
+        decays: [2, heads] float32: a, b of each head; its decay is -exp(a) * softplus(step + b).
+        states: States of all rows. A state starts with the last [channels, taps - 1] inputs of its
+            key head, padded with zeros to whole rows.
 
     Returns:
-        mixed, decay, beta: see `delta_rule`.
+        mixed, decay and beta, as in `delta_rule`.
     """
     if not use_triton(projected):
         return delta_rule_inputs_reference(projected, rates, weight, decays, states)
@@ -86,7 +85,7 @@ def delta_rule_inputs(
 def delta_rule_inputs_reference(
     projected: Tensor, rates: Tensor, weight: Tensor, decays: Tensor, states: LayerStates
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain torch for `delta_rule_inputs`, in the dtype of the states."""
+    """Plain torch for `delta_rule_inputs`, computed in the dtype of the states."""
     data, n, (tokens, heads, channels) = states.data, states.num_decodes, projected.shape
     dtype, before = data.dtype, weight.shape[-1] - 1
     keys = (channels - rates.shape[-1] * data.shape[-1]) // 2

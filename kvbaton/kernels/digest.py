@@ -6,12 +6,12 @@ words, 32 bits wide, or the widest of 16 and 8 bits that divides the row. Then
     sum(layer, kv, head) = sum over tokens t and words j of (word[t, j] + 1) * a(t) * b(kv, j)
 
 mod 2^64, with a(t) = mix(absolute position of t) | 1 and b(kv, j) = mix(~(kv * 2^32 + j)) | 1.
-The weight is a product, so that a word costs one multiplication; both factors are odd, so that no
-single changed word goes unseen; `+ 1` makes a missing token differ from one that is all zero. Words
-are half as wide as weights, so that even the top bit of a word meets 33 bits of its weight: a bit
-at place i of a word as wide as the weight would meet 64 - i of them, and what damages the same high
-bit of many words (a lost sign) would often cancel. It finds accidents (stale, swapped, shifted,
-partial, rotten bytes, stuck lines), not forgery.
+The weight is a product, so that a word costs one multiplication. Both factors are odd, so that any
+change of a single word changes the sum. `+ 1` makes a missing token differ from one that is all
+zero. Words are half as wide as weights, so that even the top bit of a word meets 33 bits of its
+weight: bit i of a word as wide as the weight would meet only 64 - i, and damage to the same high
+bit of many words (a lost sign) would often cancel. The sums detect accidents (stale, swapped,
+shifted, partial or corrupt bytes, stuck lines), not forgery.
 
 `mix` is SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA
 2014. Multilinear hashing, and why words are half as wide as weights: Lemire, Kaser, "Strongly
@@ -32,43 +32,43 @@ from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
 WORD_TYPES = {4: torch.uint32, 2: torch.uint16, 1: torch.uint8}
 TOKENS_PER_PROGRAM = 16
 WORDS_PER_PROGRAM = 4096
-"""Of the tokens that a program looks at together: rows of latents and encoder outputs are long."""
+"""Most words that a program reads at a time: rows of latents and encoder outputs are long."""
 
 
 def token_sums(x: Tensor, positions: Tensor) -> Tensor:
-    """Sum of each token by itself, on the CPU; by NumPy: torch is slower on integers.
+    """Digest sum of each single token, on the CPU. NumPy is faster than torch on integers.
 
     Args:
         x: [T, H, L, KV, D], any dtype of a KV cache, any strides.
         positions: [T], int64, absolute positions.
 
     Returns:
-        [T, L, KV, H] int64, two's complement of the sums.
+        [T, L, KV, H] int64: the bits of the unsigned sums.
     """
     words = _words(x).numpy()
     weights = plane_weights(words.shape[-1], words.shape[-2], x.device)
     rows = np.einsum("thlkw,kw->tlkh", words, _unsigned(weights)).view(np.int64)
-    # The sum of the weights is that of the `+ 1`.
+    # The sum of the weights accounts for the `+ 1`.
     sums = torch.from_numpy(rows) + weights.sum(1)[:, None]
     return sums * _position_weights(positions)[:, None, None, None]
 
 
 def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, end: int) -> Tensor:
-    """Sums of consecutive logical blocks of one sequence, as they lie in memory.
+    """Digest sums of consecutive logical blocks of one sequence, read in place.
 
     Args:
         cache: [num_blocks, H, L, KV, block_size, D]; on a GPU the last axis must be contiguous and
             the other strides whole words.
         blocks: [n] int32 or int64, physical blocks in logical order.
-        first_position: absolute position of the first token of ``blocks[0]``.
-        start: first absolute position that counts.
-        end: past the last absolute position that counts.
+        first_position: Absolute position of the first token of ``blocks[0]``.
+        start: First absolute position to include.
+        end: Absolute position after the last one to include.
 
     Returns:
-        [n, L, KV, H] int64, two's complement of the sums over tokens [start, end).
+        [n, L, KV, H] int64: the bits of the unsigned sums over tokens [start, end).
 
     Raises:
-        ValueError: a GPU can't read `cache` as words.
+        ValueError: A GPU can't read `cache` as words, because of its strides.
     """
     return table_sums(cache, range_table(blocks, first_position, start, end, cache.shape[-2]))
 
@@ -76,19 +76,19 @@ def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, e
 def range_table(
     blocks: Tensor, first_position: int, start: int, end: int, block_size: int
 ) -> Tensor:
-    """What `table_sums` takes, of consecutive logical blocks of one sequence."""
+    """Table for `table_sums` of consecutive logical blocks of one sequence."""
     positions = first_position + block_size * torch.arange(len(blocks), device=blocks.device)
     bounds = (torch.full_like(positions, bound) for bound in (start, end))
-    return torch.stack([blocks.long(), positions, *bounds])  # nothing waits for the device
+    return torch.stack([blocks.long(), positions, *bounds])  # no device synchronisation
 
 
 def table_sums(cache: Tensor, table: Tensor) -> Tensor:
-    """`block_sums` of any blocks.
+    """Like `block_sums`, for any blocks.
 
     Args:
-        cache: as there.
-        table: [4, n] int64, contiguous: physical blocks, absolute positions of their first tokens,
-            and of each the first position that counts and that past the last.
+        cache: As in `block_sums`.
+        table: [4, n] int64, contiguous: physical block, absolute position of its first token,
+            first position to include, and position after the last one to include.
     """
     if not use_triton(cache):
         return table_sums_reference(cache, table)
@@ -121,9 +121,9 @@ def table_sums(cache: Tensor, table: Tensor) -> Tensor:
 
 
 def table_sums_reference(cache: Tensor, table: Tensor) -> Tensor:
-    """`table_sums` on the CPU, where each block is read once, in place, by one product.
+    """`table_sums` on the CPU: one product reads each block once, in place.
 
-    NumPy's, since torch is five times slower on integers that lie apart.
+    The product is NumPy's, since torch is five times slower on strided integers.
     """
     in_place, (blocks, first, start, end) = _words_in_place(cache), table
     if in_place is None:
@@ -141,7 +141,7 @@ def table_sums_reference(cache: Tensor, table: Tensor) -> Tensor:
         np.multiply(of_tokens[n], of_words, out=weights)
         rows = words[block].reshape(heads * layers, planes, -1)
         np.einsum("rkw,kw->rk", rows, weights.reshape(planes, -1), out=sums[n])
-    sums += of_tokens.sum(1)[:, None] * of_words.sum((1, 2))  # of the `+ 1`
+    sums += of_tokens.sum(1)[:, None] * of_words.sum((1, 2))  # for the `+ 1`
     by_head = torch.from_numpy(sums.view(np.int64)).view(-1, heads, layers, planes)
     return by_head.permute(0, 2, 3, 1).contiguous()
 
@@ -159,7 +159,7 @@ def word_weights(num_words: int, kv: int, device: torch.device) -> Tensor:
 
 @cache
 def plane_weights(num_words: int, planes: int, device: torch.device) -> Tensor:
-    """b(kv, j) of K and V: [planes, num_words] int64; not for use in the capture of a graph."""
+    """b(kv, j) of K and V: [planes, num_words] int64. Not to be called during graph capture."""
     return torch.stack([word_weights(num_words, kv, device) for kv in range(planes)])
 
 
@@ -168,8 +168,8 @@ def _position_weights(positions: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's step and finalizer on int64; products wrap as unsigned ones do."""
-    # Torch's `>>` on int64 repeats the sign, which the masks take away; factors are less 2^64.
+    """SplitMix64's step and finalizer on int64; products wrap like unsigned ones."""
+    # Masks clear the sign bits that `>>` on int64 repeats; 2^64 is subtracted from the factors.
     x = x + (0x9E3779B97F4A7C15 - (1 << 64))
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
@@ -177,7 +177,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _words(x: Tensor) -> Tensor:
-    """View the last axis as words; copies if its memory does not allow it."""
+    """View the last axis as words; copies if the memory layout does not allow a view."""
     words = _words_in_place(x)
     if words is None:
         # `contiguous` would keep the odd strides of axes of length 1.
@@ -186,7 +186,7 @@ def _words(x: Tensor) -> Tensor:
 
 
 def word_view(x: Tensor) -> Tensor:
-    """The last axis as words, without a copy."""
+    """View the last axis as words, without a copy."""
     return x.view(WORD_TYPES[_word_bytes(x)])
 
 
@@ -196,7 +196,7 @@ def _word_bytes(x: Tensor) -> int:
 
 
 def _words_in_place(x: Tensor) -> Tensor | None:
-    """As `word_view`; None if the memory does not allow it."""
+    """Like `word_view`, but None if the memory layout does not allow it."""
     size = _word_bytes(x)
     ratio = size // x.element_size()
     starts = (*x.stride()[:-1], x.storage_offset())
@@ -208,7 +208,7 @@ def _words_in_place(x: Tensor) -> Tensor | None:
 
 
 def tokens_together(block_size: int, num_words: int) -> int:
-    """Tokens that a program looks at together: a power of two."""
+    """Number of tokens that a program reads at a time: a power of two."""
     most = max(1, WORDS_PER_PROGRAM // next_power_of_2(num_words))
     return min(TOKENS_PER_PROGRAM, next_power_of_2(block_size), most)
 
@@ -269,7 +269,7 @@ def position_weight(position: tl.tensor) -> tl.tensor:
     return ((x ^ (x >> 31)) | 1).to(tl.int64)
 
 
-# --- sums that are kept up to date as tokens are written: no host in between, for CUDA graphs ---
+# --- incremental sums, updated as tokens are written, without the host: for CUDA graphs ---
 
 
 BLOCK_T = 16
@@ -281,7 +281,7 @@ def start_sums(sums: Tensor, slot_mapping: Tensor, block_size: int) -> None:
     Args:
         sums: [num_blocks, layers, kv, heads] int64, contiguous.
         slot_mapping: [T] int64: block * block_size + offset, or -1 for none.
-        block_size: tokens per block.
+        block_size: Tokens per block.
     """
     if not use_triton(sums):
         first = (slot_mapping >= 0) & (slot_mapping % block_size == 0)
@@ -296,7 +296,7 @@ def start_sums(sums: Tensor, slot_mapping: Tensor, block_size: int) -> None:
 def add_sums(
     sums: Tensor, cache: Tensor, slot_mapping: Tensor, positions: Tensor, sign: int = 1
 ) -> None:
-    """Add the sums of tokens, as they lie in the cache now, to those of their blocks.
+    """Add the digest sums of tokens, as they are in the cache now, to the sums of their blocks.
 
     Args:
         sums: [num_blocks, layers, kv, heads] int64, contiguous.
@@ -304,7 +304,7 @@ def add_sums(
             strides whole words.
         slot_mapping: [T] int64: block * block_size + offset, or -1 for none.
         positions: [T] int64, absolute.
-        sign: 1, or -1 to take them out again.
+        sign: 1 to add, -1 to subtract them again.
     """
     if not use_triton(sums):
         add_sums_reference(sums, cache, slot_mapping, positions, sign)

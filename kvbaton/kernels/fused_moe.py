@@ -1,13 +1,14 @@
-"""The experts of a mixture, each over the tokens that its router sent there, as two grouped GEMMs.
+"""A mixture of experts, each over the tokens that the router gave it, as two grouped GEMMs.
 
-An *entry* is a token with one of its experts. Entries are sorted by expert, and each expert's are
-padded to whole blocks of rows, so that every block meets the weights of one expert, whatever the
-balance. Sorting happens on the device, and grids depend on shapes alone, so that a CUDA graph can
-hold all of it. Sources: Gale et al., "MegaBlocks", arXiv 2211.15841; vLLM's ``fused_moe``.
+An *entry* is a pair of a token and one of its experts. Entries are sorted by expert; those of an
+expert are padded to whole blocks of rows, so that each block uses the weights of one expert,
+whatever the balance. Sorting happens on the device, and grids depend on shapes alone, so that a
+CUDA graph can capture it. Sources: Gale et al., "MegaBlocks", arXiv 2211.15841; vLLM's
+``fused_moe``.
 
-Weights may be FP8 numbers with scales. While an expert has so few entries that its weights take
-longer to read than to multiply with, activations stay as they are; of more they are quantised too.
-Or they are MXFP4 (see `kernels.mxfp4`), which is widened as it is read; activations stay.
+Weights may be FP8 with scales. With few entries per expert, reading its weights takes longer than
+multiplying, and activations keep their dtype; with more, activations are quantised too. Weights may
+also be MXFP4 (see `kernels.mxfp4`), which is widened as it is read; activations keep their dtype.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from kvbaton.kernels.quantize_fp8 import quantize_fp8, widen
 from kvbaton.kernels.silu_and_mul import silu_and_mul_reference
 
 GROUP = 16
-"""Blocks of rows that walk through the weights together, so that a tile is read once for them."""
+"""Blocks of rows that traverse the weights together, so that they share the read of a tile."""
 
 COUNT = 1024
-"""Entries that a program of the sort looks at together; four times as many for large blocks."""
+"""Entries that a program of the sort reads at a time; four times as many for large blocks."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ class Tile:
     """How a product is cut into programs.
 
     Attributes:
-        rows: entries of a block.
-        columns: rows of the weight; half of each of gate and up.
-        depth_bytes: of a row of the weight at a time; of MXFP4 a block's.
-        warps: of a program.
-        stages: loads in flight.
-        quantised: of FP8 weights: inputs are quantised too.
-        swapped: of MXFP4 weights: they are the left factor.
+        rows: Entries per block.
+        columns: Rows of the weight per program; in a gated product, half are gate and half are up.
+        depth_bytes: Bytes of a weight row that are read at a time; for MXFP4, those of a block.
+        warps: Warps per program.
+        stages: Loads in flight.
+        quantised: For FP8 weights: whether inputs are quantised too.
+        swapped: For MXFP4 weights: whether they are the left factor.
     """
 
     rows: int
@@ -61,14 +62,14 @@ TILES: Tiles = {
     128: Tile(64, 128, 128, 4, 3),
     1 << 31: Tile(128, 128, 128, 8, 3),
 }
-"""By the most entries that an expert has on average."""
+"""Tiles by the largest mean number of entries per expert for which each is used."""
 
 FP8_TILES: Tiles = {
     16: Tile(16, 128, 128, 8, 3),
     128: Tile(64, 128, 128, 4, 4, quantised=True),
     1 << 31: Tile(128, 128, 128, 8, 3, quantised=True),
 }
-"""Likewise for weights in FP8."""
+"""Tiles for FP8 weights, by the same number as `TILES`."""
 
 MXFP4_TILES: Tiles = {
     0.5: Tile(16, 64, 64, 4, 3),
@@ -77,17 +78,17 @@ MXFP4_TILES: Tiles = {
     128: Tile(64, 128, 64, 4, 3, swapped=True),
     1 << 31: Tile(128, 128, 64, 4, 3, swapped=True),
 }
-"""Likewise for weights in MXFP4."""
+"""Tiles for MXFP4 weights, by the same number as `TILES`."""
 
 
 def tile_of(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype = torch.bfloat16) -> Tile:
-    """The tile for so many tokens, and weights of this dtype."""
+    """Tile for a number of tokens and weights of a dtype."""
     tiles = {torch.float8_e4m3fn: FP8_TILES, WORDS: MXFP4_TILES}.get(dtype, TILES)
     return next(tile for most, tile in tiles.items() if tokens * top_k <= most * num_experts)
 
 
 def token_counts(top_k: int, num_experts: int) -> list[int]:
-    """Fewest tokens for which each tile is taken: kernels are compiled for each."""
+    """Smallest number of tokens for which each tile is used; kernels are compiled for each."""
     borders = {most for tiles in (TILES, FP8_TILES, MXFP4_TILES) for most in list(tiles)[:-1]}
     return [1, *(int(most * num_experts // top_k) + 1 for most in sorted(borders))]
 
@@ -96,7 +97,7 @@ def token_counts(top_k: int, num_experts: int) -> list[int]:
 class ClampedSwiGLU:
     """gpt-oss's activation: (up + 1) * gate * sigmoid(alpha * gate).
 
-    Where gate is at most `limit`, and up within +-`limit`. Source: OpenAI, "gpt-oss-120b &
+    gate is clamped to at most `limit`, and up to +-`limit`. Source: OpenAI, "gpt-oss-120b &
     gpt-oss-20b Model Card", arXiv 2508.10925, and its code.
     """
 
@@ -104,7 +105,7 @@ class ClampedSwiGLU:
     limit: float
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[T, 2 * N], gate and up taking turns, to [T, N]."""
+        """Map [T, 2 * N], with gate and up interleaved, to [T, N]."""
         gate = gate_up[..., ::2].clamp(max=self.limit)
         up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
@@ -125,26 +126,26 @@ def fused_moe(
     down_bias: torch.Tensor | None = None,
     swiglu: ClampedSwiGLU | None = None,
 ) -> torch.Tensor:
-    """Compute out[t] = sum over k of weights[t, k] * mlp(ids[t, k], x[t]), held experts only.
+    """Compute out[t] = sum over k of weights[t, k] * mlp(ids[t, k], x[t]), for the held experts.
 
     mlp(e, x) = down[e] @ (silu(gate) * up), where [gate, up] = gate_up[e] @ x.
 
     Args:
         x: [T, H], contiguous.
-        gate_up: [E, 2 * M, H], contiguous: the experts held; of the dtype of `x`, or float8_e4m3fn;
-            or packed by `pack_mxfp4`, then H and M are multiples of 32.
-        down: [E, H, M], contiguous, likewise.
+        gate_up: [E, 2 * M, H], contiguous: the held experts; of the dtype of `x`, or float8_e4m3fn;
+            or packed by `pack_mxfp4`, in which case H and M are multiples of 32.
+        down: [E, H, M], contiguous, like `gate_up`.
         weights: [T, K], of any float dtype, contiguous.
-        ids: [T, K] int32, contiguous: numbers of experts, different ones for each token.
-        first_expert: number of the first expert held; what others would compute is left out.
-        num_experts: how many `ids` tells apart; None for those held.
-        gate_up_scales: of FP8: [E, n, 2 * M] float32, contiguous: n scales a row, for H / n inputs
-            each, of which 32, 64, or multiples of 128 share one; n is 1 for one a row. Of MXFP4
-            as `pack_mxfp4` packs them.
-        down_scales: [E, n, H], likewise for M / n inputs.
+        ids: [T, K] int32, contiguous: expert ids; distinct for each token.
+        first_expert: Id of the first held expert; other experts contribute nothing.
+        num_experts: Number of experts that `ids` refers to; None for the number held.
+        gate_up_scales: For FP8, [E, n, 2 * M] float32, contiguous: n scales per row, one for each
+            H / n inputs (32, 64, or a multiple of 128; n is 1 for one scale per row). For MXFP4,
+            as `pack_mxfp4` returns them.
+        down_scales: [E, n, H], like `gate_up_scales`, one for each M / n inputs.
         gate_up_bias: [E, 2 * M], added to the first product.
-        down_bias: [E, H], added to the second.
-        swiglu: instead of silu(gate) * up; rows of gate and up then take turns in `gate_up`.
+        down_bias: [E, H], added to the second product.
+        swiglu: Activation instead of silu(gate) * up; rows of gate and up then are interleaved.
 
     Returns:
         [T, H], dtype of `x`.
@@ -189,7 +190,7 @@ def fused_moe_reference(
     down_bias: torch.Tensor | None = None,
     swiglu: ClampedSwiGLU | None = None,
 ) -> torch.Tensor:
-    """Plain torch for `fused_moe`: one product per expert that has tokens; ids of any integer."""
+    """Plain torch for `fused_moe`: loops over experts with tokens; ids of any integer dtype."""
     out = torch.zeros_like(x)
     experts, order = (ids.flatten() - first_expert).sort(stable=True)
     numbers = torch.arange(len(down) + 1, dtype=experts.dtype, device=x.device)
@@ -212,7 +213,7 @@ def fused_moe_reference(
 def _widened(
     weight: torch.Tensor, scales: torch.Tensor | None, expert: int, x: torch.Tensor
 ) -> torch.Tensor:
-    """The weight of one expert, as floats of the dtype of its inputs."""
+    """The weight of one expert, dequantised to the dtype of its inputs."""
     if scales is None:
         return weight[expert]
     if weight.dtype == WORDS:
@@ -225,15 +226,15 @@ def _widened(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Entries in the order of their experts.
+    """Entries sorted by expert.
 
     Attributes:
-        entries: [blocks * rows of a block] int32; the number of all entries where there is none.
-        experts: [blocks] int32, which of the experts held; of a lone token `ids` as they are.
-        used: [1] int32: how many of `entries` there are.
-        first: what to take off `experts`.
-        lone: each entry is alone in its block, since there is but one token; `entries` and `used`
-            are not read.
+        entries: [blocks * rows per block] int32; padding holds the number of entries.
+        experts: [blocks] int32, index among the held experts; for a lone token, `ids`.
+        used: [1] int32: length of the used part of `entries`.
+        first: Number to subtract from `experts`.
+        lone: Whether there is only one token. Each entry then has its own block, and `entries` and
+            `used` are not read.
     """
 
     entries: torch.Tensor
@@ -247,7 +248,7 @@ def _sort(ids: torch.Tensor, first: int, held: int, rows: int) -> _Rows:
     entries = ids.numel()
     if len(ids) == 1:
         return _Rows(ids, ids, ids, first, lone=True)
-    # No more experts than entries have any, and each wastes less than a block.
+    # At most `entries` experts have an entry, and each pads by less than a block.
     blocks = cdiv(entries + min(entries, held) * (rows - 1), rows)
     scratch = torch.empty(blocks * (rows + 1) + 1, dtype=torch.int32, device=ids.device)
     used, experts, order = scratch[:1], scratch[1 : 1 + blocks], scratch[1 + blocks :]
@@ -272,7 +273,7 @@ def _product(
     gated: bool = False,
     swiglu: ClampedSwiGLU | None = None,
 ) -> None:
-    """out[entry] = weight[its expert] @ x[entry // top_k], or the gated form of it."""
+    """Compute out[entry] = weight[its expert] @ x[entry // top_k], or its gated form."""
     size, depth = out.shape[1], x.shape[1]
     columns = tile.columns // 2 if gated else tile.columns
     blocks, packed = rows.experts.numel(), weight.dtype == WORDS

@@ -1,8 +1,8 @@
-"""A mixture's router for few tokens: logits by many programs, then the choice of experts.
+"""Router of a mixture of experts for few tokens: logits by many programs, then the choice.
 
-Libraries give a product of few rows with the few experts there are to a few multiprocessors, which
-takes them longer than all it reads; and that in float32, as DeepSeek's routers ask for, longer yet.
-Here the inputs are split too. The parts are added by the kernel that chooses.
+The library's product of few rows with few experts runs on a few multiprocessors, which take longer
+than the reads would; in float32, as DeepSeek's routers need, longer still. Here inputs are split
+too (split-K). The kernel that chooses the experts adds the parts.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kvbaton.kernels.fused_topk import ExpertChoice, choose_experts, fused_topk_
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton, wait_for_inputs
 
 MAX_TOKENS = 256
-"""With more the library's product is faster."""
+"""Largest number of tokens for this kernel; for more, the library's product is faster."""
 
 MAX_SPLITS = 32
 BLOCK_M, BLOCK_N, BLOCK_K = 32, 32, 128
 
 
 def fits(x: torch.Tensor) -> bool:
-    """Whether `fused_router` is for so many tokens."""
+    """Whether `fused_router` is the faster one for these tokens."""
     return use_triton(x) and len(x) <= MAX_TOKENS
 
 
@@ -36,11 +36,11 @@ def fused_router(
     Args:
         x: [T, H], contiguous.
         weight: [E, H], contiguous. Products are in its dtype, and logits are rounded to it.
-        choice: how.
+        choice: How experts are chosen.
         logit_bias: [E].
 
     Returns:
-        See `fused_topk`.
+        As `fused_topk`.
     """
     if not use_triton(x):
         return fused_topk_reference(linear(x.to(weight.dtype), weight, logit_bias), choice)

@@ -1,4 +1,4 @@
-"""Which experts a router chooses, from its logits.
+"""Choice of experts from a router's logits.
 
 Sources: Shazeer et al., "Outrageously Large Neural Networks", arXiv 1701.06538, with the softmax
 before the choice; DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.2.2, for groups, and
@@ -19,19 +19,21 @@ from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton, wait_for_i
 class ExpertChoice(NamedTuple):
     """How experts are chosen by their logits, and weighted.
 
-    An expert's score is its part of softmax(logits). With `bias` it is sigmoid(logit), and experts
-    are compared by score + bias. Only those of the `top_groups` best groups are: by a group's best
-    expert, with `bias` by the sum of its two best. Weights are scores: renormalised, then scaled.
+    An expert's score is its entry of softmax(logits), and experts are ranked by score. With `bias`
+    the score is sigmoid(logit), and the rank score + bias. Only experts of the `top_groups` best
+    groups are chosen; a group is ranked by its best expert, with `bias` by the sum of its two best.
+    Weights are the scores, renormalised, then scaled.
 
     Attributes:
-        top_k: at most the experts of `top_groups` groups.
-        renormalize: divide the weights of a token by their sum.
-        dtype: to round the weights to.
+        top_k: Number of experts to choose; at most those of `top_groups` groups.
+        renormalize: Whether to divide the weights of a token by their sum.
+        dtype: dtype of the weights.
         bias: [E] fp32.
-        num_groups: equal parts of the experts, of two at least.
-        top_groups: groups to choose from.
-        scale: of all weights.
-        shared: experts E, E + 1 and so on, that every token has after those chosen, of weight 1.
+        num_groups: Number of equal groups of experts, each of two at least.
+        top_groups: Number of groups to choose from.
+        scale: Factor for all weights.
+        shared: Number of shared experts; they have ids E, E + 1 and so on, come after the chosen
+            ones, and have weight 1.
     """
 
     top_k: int
@@ -49,11 +51,11 @@ def fused_topk(logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor
 
     Args:
         logits: [T, E], contiguous.
-        choice: how.
+        choice: How experts are chosen.
 
     Returns:
-        Weights [T, top_k + shared] of `dtype`, and numbers of experts [T, top_k + shared], int32,
-        of those chosen always within E, even where logits are NaN.
+        Weights [T, top_k + shared] of `dtype`, and expert ids [T, top_k + shared], int32. Ids of
+        chosen experts are always below E, even where logits are NaN.
     """
     if not use_triton(logits):
         return fused_topk_reference(logits, choice)
@@ -63,13 +65,13 @@ def fused_topk(logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor
 def choose_experts(
     parts: torch.Tensor, like: torch.Tensor, logit_bias: torch.Tensor | None, choice: ExpertChoice
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `fused_topk`, by its kernel, of logits in parts.
+    """Like `fused_topk`, always by its kernel, from partial sums of the logits.
 
     Args:
         parts: [..., T, E], contiguous; they add up to the logits.
-        like: what has the dtype that logits are rounded to.
-        logit_bias: [E], of logits, or None.
-        choice: how.
+        like: Tensor of the dtype that logits are rounded to.
+        logit_bias: [E], added to the logits, or None.
+        choice: How experts are chosen.
     """
     *splits, tokens, experts = parts.shape
     top_k, renormalize, dtype, bias, num_groups, top_groups, scale, shared = choice

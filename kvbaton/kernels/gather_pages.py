@@ -1,4 +1,4 @@
-"""Gather tokens of a sequence from its pages: contiguous keys and values."""
+"""Gather the keys and values of a sequence's tokens from its pages into contiguous tensors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ def gather_pages(
     tokens: int,
     valid: int,
 ) -> torch.Tensor:
-    """Tokens from position `start` on of one sequence, zero past the first `valid` of them.
+    """Gather `tokens` tokens of one sequence from position `start` on; all after `valid` are zero.
 
-    One launch, no synchronisation.
+    One launch, without synchronisation.
 
     Args:
-        key_cache: [num_blocks, heads, block_size, D]; last axis contiguous, else any strides.
-        value_cache: as `key_cache`, with the same strides.
+        key_cache: [num_blocks, heads, block_size, D]; last axis contiguous, the others
+            of any stride.
+        value_cache: Like `key_cache`, with the same strides.
         block_table: [blocks], int32 or int64, in logical order; blocks past `valid` are not read.
-        start: position of the first token.
-        tokens: how many.
-        valid: tokens of them that are there.
+        start: Position of the first token.
+        tokens: Number of tokens to return.
+        valid: Number of tokens that the cache holds from `start` on.
 
     Returns:
         Keys and values, [2, heads, tokens, D].

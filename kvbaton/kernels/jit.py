@@ -1,8 +1,8 @@
-"""Triton where it is installed, how its kernels follow each other, and when an op runs its kernel.
+"""Optional Triton: the `jit` decorator, programmatic dependent launch, and `use_triton`.
 
-Triton comes with torch's CUDA wheels only; every module here imports without it. With the
+Only torch's CUDA wheels come with Triton; every module here can be imported without it. With the
 environment variable ``TRITON_INTERPRET=1`` Triton interprets kernels, so that they run on CPU
-tensors too (fp32): that is how they are tested without a GPU.
+tensors too (fp32): this is how they are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ if HAS_TRITON:
     from triton.language.target_info import cuda_capability_geq
 
     class EarlyKernel(triton.JITFunction):  # type: ignore[misc]
-        """Launched when all programs of the one ahead on its stream have begun, not ended.
+        """Starts when all programs of the previous kernel of its stream have begun.
 
-        Unless it is called with ``early=False``.
+        More precisely, when each has called `launch_next` or ended.
+
+        With ``early=False`` it starts after the previous kernel has ended, as other kernels do.
         """
 
         @override
@@ -57,21 +59,21 @@ __all__ = [
 
 
 def jit(*unspecialized: str, early: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """`triton.jit`, or the bare function where there is no Triton (it is never launched there).
+    """`triton.jit`; without Triton, the bare function, which is never launched.
 
     Args:
-        unspecialized: integers and pointers that change from call to call. Else Triton compiles
-            for each of: 1, a multiple of 16, any other number; an address that is a multiple of
-            16, any other. Only where no wide load depends on it.
-        early: launch it while the kernel ahead of it ends, where the GPU can (programmatic
-            dependent launch; NVIDIA, "CUDA C++ Programming Guide", 2025). Every program of it then
-            calls `wait_for_inputs` before it reads or writes what any other kernel writes or reads.
+        unspecialized: Names of integer and pointer parameters that change from call to call. For
+            others Triton compiles a variant each for 1, multiples of 16 and other numbers, and for
+            addresses that are multiples of 16 and others. Wide loads must not depend on them.
+        early: Start the kernel while the previous one ends, where the GPU can (programmatic
+            dependent launch; NVIDIA, "CUDA C++ Programming Guide", 2025). Each of its programs must
+            call `wait_for_inputs` before it reads or writes what any other kernel writes or reads.
     """
 
     def decorate(kernel: Callable[..., Any]) -> Any:
         if not HAS_TRITON:
             return kernel
-        # Of this name in profiles, where all are `_kernel` else.
+        # The name in profiles; otherwise all would be called `_kernel`.
         name = f"{kernel.__module__.rpartition('.')[2]}_{kernel.__name__.lstrip('_')}"
         make = EarlyKernel if early and not INTERPRETED else triton.jit
         return make(kernel, do_not_specialize=unspecialized, repr=lambda _: name)
@@ -122,7 +124,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of a multiprocessor's memory that a program may use; interpreted, an H100's."""
+    """Bytes of shared memory that a program may use; without CUDA, those of an H100."""
     if device.type != "cuda":
         return 232448
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]

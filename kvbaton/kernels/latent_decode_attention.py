@@ -1,8 +1,9 @@
-"""Attention of one query per sequence over pages of latent rows, split over the keys.
+"""Paged decode attention over latents (MLA): one query per sequence, split over its keys.
 
-A row is a latent, which is the value of all heads and most of their key, and then what is turned of
-that key; heads share rows as those of one KV head do (DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434,
-section 2.1; `decode_parts` for the split). Each tile of rows is loaded once, for both products.
+A row of the cache is the latent, then the rotated part of the key. The latent is the value and the
+rest of the key for all heads, which share rows as if they had one KV head (DeepSeek-AI,
+"DeepSeek-V2", arXiv 2405.04434, section 2.1; `decode_parts` for the split). Each tile of rows is
+loaded once, for both products.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.quantize_fp8 import widen
 
 BLOCK_H = 16
-"""Heads of a program."""
+"""Query heads per program."""
 
 PLACES = 264
-"""Programs that an H100 or H200 runs at a time: two on each of 132 multiprocessors."""
+"""Programs that an H100 or H200 runs at a time: two on each of its 132 multiprocessors."""
 
 MERGED = 128
-"""Features that a program merges the parts of."""
+"""Number of features per program of the merge kernel."""
 
 
 def latent_decode_attention(
@@ -39,18 +40,18 @@ def latent_decode_attention(
 ) -> torch.Tensor:
     """Compute softmax(scale * q k^T) v; k are a sequence's rows, v their first `rank` features.
 
-    Nothing is read on the host, and the grid depends on shapes only, so a CUDA graph may capture it
-    and replay it with other lengths.
+    The host reads no tensor, and the grid depends on shapes only: a CUDA graph may capture the
+    launch and replay it with other lengths.
 
     Args:
-        query: [B, heads, rank], what meets latents; any strides before the last axis.
-        query_rope: [B, heads, rope], what meets the other features; likewise.
+        query: [B, heads, rank], part of the query for latents; any strides before the last axis.
+        query_rope: [B, heads, rope], part for the rotated features; strides as for `query`.
         cache: [num_blocks, block_size, rank + rope], of the query's dtype or float8_e4m3fn; any
             strides before the last axis.
         block_tables: [B, max_blocks], int32; any stride between rows.
-        context_lens: [B], int32: tokens of each sequence, the query's own included; 0 is padding.
-        scale: of the logits.
-        parts: by `latent_decode_parts` for these lengths; None decides anew.
+        context_lens: [B], int32: tokens of each sequence, including the query's; 0 is padding.
+        scale: Scale of the logits.
+        parts: Result of `latent_decode_parts` for these lengths; None computes it.
 
     Returns:
         [B, heads, rank], contiguous; 0 in padding.
@@ -99,7 +100,7 @@ def latent_decode_attention(
 def latent_decode_parts(
     query: torch.Tensor, context_lens: torch.Tensor, *, spare: int | None = None
 ) -> Parts:
-    """Share rows among programs, for all layers with these shapes.
+    """Split rows among programs, for all layers with these shapes.
 
     The arguments are those of `latent_decode_attention` and `share_keys`.
     """

@@ -17,13 +17,13 @@ def merge_attention_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute lse = log(e^lse1 + e^lse2); out = out1 * e^(lse1 - lse) + out2 * e^(lse2 - lse).
 
-    A state over no keys has lse = -inf; its `out` is not looked at, and may be NaN.
+    A state over no keys has lse = -inf; its `out` is ignored, and may be NaN.
 
     Args:
         out1: [T, heads, D]; last axis contiguous.
         lse1: [T, heads], fp32, natural logarithm; any strides.
-        out2: as `out1`.
-        lse2: as `lse1`.
+        out2: Like `out1`.
+        lse2: Like `lse1`.
 
     Returns:
         out [T, heads, D] (contiguous, dtype of `out1`, 0 where both are empty) and lse [T, heads].

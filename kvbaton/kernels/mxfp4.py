@@ -1,12 +1,12 @@
-"""Weights in MXFP4: e2m1 numbers of 4 bits, of which each 32 of a row share a power of two.
+"""Weights in MXFP4: e2m1 numbers of 4 bits; each 32 of a row share a scale, a power of two.
 
-Source: OCP Microscaling Formats (MX) Specification v1.0. A checkpoint's bytes are arranged anew as
-they are loaded, so that a product widens them with few operations: at the rate at which a Hopper
-GPU reads such weights, each of its multiprocessors has less than two integer operations for each.
+Source: OCP Microscaling Formats (MX) Specification v1.0. A checkpoint's bytes are rearranged as it
+is loaded, so that a kernel widens them with few operations: at the rate at which a Hopper GPU reads
+them, each multiprocessor has time for less than two integer operations per number.
 
-Columns are in *blocks* of `COLUMNS`, the last one filled up with zeros. Of a block, a row has 32
-words of 16 bits; word i has the numbers of columns i, 32 + i, 64 + i and 96 + i, so that those of
-one place in all words share a power of two, and meet 32 neighbouring inputs. The places:
+Columns are in *blocks* of `COLUMNS`; the last block is padded with zeros. A row of a block has 32
+words of 16 bits. Word i holds the numbers of columns i, 32 + i, 64 + i and 96 + i, so that the
+numbers at the same place of all words share a scale, and meet 32 adjacent inputs. The places:
 
 | number | sign | exponent and mantissa |
 | --- | --- | --- |
@@ -15,9 +15,9 @@ one place in all words share a power of two, and meet 32 neighbouring inputs. Th
 | 3rd | bit 9 | bits 2, 1, 0 |
 | 4th | bit 14 | bits 13, 11, 10 |
 
-So one shift (of the fourth three) and one mask make a bfloat16 that is 2^-126 times the number,
-also of 0.5, which becomes subnormal. The scales' exponents are kept with 126 added: as the exponent
-of a bfloat16 they are what to multiply with. Two words are widened at a time.
+So one shift (three for the fourth number) and one mask make a bfloat16 of 2^-126 times the number;
+0.5 becomes subnormal. Scales are stored with 126 added to their exponents: as exponents of a
+bfloat16 they are the factors that undo it. Two words are widened at a time.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ GROUP = 32
 """Columns of a row that share a scale."""
 
 COLUMNS = 4 * GROUP
-"""Of a block."""
+"""Columns per block."""
 
 WORDS = torch.int16
 """dtype of packed weights."""
 
 MOST = 128
-"""Largest scale, as stored: 2^1. A bfloat16 has no larger power of two than 2^126 times that."""
+"""Largest scale of a checkpoint (e8m0): 2^1. 2^126 times it is bfloat16's largest power of two."""
 
 _SIGN_AND_NUMBER = 0x81C0
 
 
 def pack_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Arrange what a checkpoint stores for `fused_moe`.
+    """Rearrange a checkpoint's weight for `fused_moe`.
 
     Args:
-        blocks: uint8 [..., rows, groups, 16], each byte two numbers, the first in its lower half.
+        blocks: uint8 [..., rows, groups, 16]; a byte holds two numbers, the first in its low half.
         scales: uint8 [..., rows, groups], e8m0: 2^(scale - 127); at most `MOST`.
 
     Returns:
-        Words, int16 [..., blocks, rows, 32], and four scales each, int32 [..., blocks, rows].
+        Words, int16 [..., blocks, rows, 32], and scales, int32 [..., blocks, rows], four in each.
     """
     missing = -scales.shape[-1] % 4
     codes = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2).int()
@@ -71,7 +71,7 @@ def pack_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack_mxfp4(words: Tensor, scales: Tensor) -> Tensor:
-    """What `pack_mxfp4` packed: float32 [..., rows, blocks * `COLUMNS`]."""
+    """Dequantise the result of `pack_mxfp4` to float32 [..., rows, blocks * `COLUMNS`]."""
     wide = words.int()
     last = wide << 1 & 0x8000 | wide >> 4 & 0xC0 | wide >> 5 & 0x100
     bits = torch.stack([*(wide << shift & _SIGN_AND_NUMBER for shift in (0, 3, 6)), last], dim=-2)
@@ -82,15 +82,15 @@ def unpack_mxfp4(words: Tensor, scales: Tensor) -> Tensor:
 
 
 def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to the nearest, each group's largest number by a power of two to between 4 and 8.
+    """Quantise to the nearest; the scale takes a group's largest magnitude to between 4 and 8.
 
-    As the specification tells; beyond 6 numbers saturate.
+    This is the specification's rule; numbers beyond 6 saturate.
 
     Args:
         x: float32 [..., groups * 32].
 
     Returns:
-        Blocks and scales, as `pack_mxfp4` takes them.
+        `blocks` and `scales` for `pack_mxfp4`.
     """
     groups = x.contiguous().view(*x.shape[:-1], -1, GROUP)
     largest = groups.abs().amax(-1).clamp(min=2.0**-120)

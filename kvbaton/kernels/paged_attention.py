@@ -1,7 +1,7 @@
-"""What decode and prefill attention over a paged cache share: the reference, and tile steps.
+"""Shared by paged decode and prefill attention: the reference, and the steps of a tile.
 
 Source of the online softmax over tiles: Dao, "FlashAttention-2", arXiv 2307.08691; of pages:
-Kwon et al., "PagedAttention", arXiv 2309.06180. Sinks are logits without a value that join each
+Kwon et al., "PagedAttention", arXiv 2309.06180. A sink is a logit without a value that joins a
 head's softmax (gpt-oss; Xiao et al., arXiv 2309.17453). Softcap: cap * tanh(logit / cap) (Gemma 2).
 """
 
@@ -15,13 +15,13 @@ from kvbaton.kernels.jit import jit, tl
 
 
 class Softmax(NamedTuple):
-    """Which keys a query sees, and what its softmax is of.
+    """Keys that a query attends to, and how its logits are formed.
 
     Attributes:
-        scale: of the logits.
-        window: a query at position p sees only keys at positions > p - window, unless 0.
-        chunked: instead those of its own chunk of `window` tokens.
-        softcap: bound of the logits; 0: none.
+        scale: Scale of the logits.
+        window: A query at position p attends to keys at positions > p - window only; 0 for all.
+        chunked: A query attends to keys of its own chunk of `window` tokens instead.
+        softcap: Bound of the logits; 0 for none.
         sinks: [heads], fp32, or None.
     """
 
@@ -44,16 +44,16 @@ def paged_attention_reference(
     """Plain torch attention of one sequence's last tokens over its pages, in fp32 or wider.
 
     Args:
-        query: [T, heads, D]: the last T of the sequence's tokens.
+        query: [T, heads, D]: queries of the sequence's last T tokens.
         key_cache: [num_blocks, kv_heads, block_size, D].
-        value_cache: as `key_cache`, or of another width.
-        block_table: block ids of the sequence, in order.
-        context_len: tokens of the sequence to look at.
-        softmax: see there.
-        last_keys: [T]: the last position that each query sees; None: its own.
+        value_cache: Like `key_cache`, or of another width.
+        block_table: Block ids of the sequence, in order.
+        context_len: Number of tokens of the sequence, including the queries'.
+        softmax: Scale, mask and form of the softmax.
+        last_keys: [T]: last position that each query attends to; None for its own.
 
     Returns:
-        [T, heads, value's D], dtype of `query`.
+        [T, heads, width of values], dtype of `query`.
     """
     scale, window, chunked, softcap, sinks = softmax
     num_blocks = -(-context_len // key_cache.shape[2])

@@ -1,8 +1,8 @@
-"""Attention of several queries per sequence over its pages: chunked prefill with a cached prefix.
+"""Paged prefill attention: several queries per sequence, with or without a cached prefix.
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691; the query heads of one KV head share a tile. Few
-queries after a long prefix have too few tiles to fill a GPU, so that the keys of each are split,
-and its last program merges the parts, in their order (Dao et al., "Flash-Decoding for long-context
+queries after a long prefix have too few tiles to fill a GPU. The keys of a tile are then split into
+parts, which the tile's last program merges in order (Dao et al., "Flash-Decoding for long-context
 inference", 2023).
 """
 
@@ -24,10 +24,10 @@ from kvbaton.kernels.paged_attention import (
 from kvbaton.kernels.quantize_fp8 import widen
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
+"""Number of multiprocessors of an H100 or H200."""
 
 MOST_PARTS, LEAST_TILES = 32, 4
-"""Of the keys of one tile of queries, and tiles of keys of a part."""
+"""Most parts of the keys of one tile of queries, and least tiles of keys per part."""
 
 
 def paged_prefill_attention(
@@ -45,26 +45,26 @@ def paged_prefill_attention(
     parts: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute causal softmax(scale * q k^T) v per sequence; its queries are its last tokens.
+    """Compute causal softmax(scale * q k^T) v for the queries of each sequence's last tokens.
 
-    Nothing is read on the host; the grid depends on shapes and `query_lens` only.
+    The host reads no tensor; the grid depends on shapes and `query_lens` only.
 
     Args:
-        query: [T, heads, D], the sequences one after the other; last axis contiguous, D >= 16.
+        query: [T, heads, D], sequences concatenated; last axis contiguous, D >= 16.
         key_cache: [num_blocks, kv_heads, block_size, D], of the query's dtype or float8_e4m3fn; any
             strides before the last axis.
-        value_cache: as `key_cache`, with the same strides.
+        value_cache: Like `key_cache`, with the same strides.
         block_tables: [N, max_blocks], int32.
-        cu_seqlens: [N + 1], int32: where each sequence's queries start, and T.
-        context_lens: [N], int32: keys of each sequence, those of its queries included.
-        query_lens: queries of the sequences: at least so many in all, and of the longest.
-        softmax: see there.
-        last_keys: [T], int32: the last position that each query sees, its own or a later one of
-            its sequence; None: its own.
+        cu_seqlens: [N + 1], int32: start of each sequence's queries; then T.
+        context_lens: [N], int32: keys of each sequence, including those of its queries.
+        query_lens: Queries per sequence; sum and maximum must not be less than the actual ones.
+        softmax: Scale, mask and form of the softmax.
+        last_keys: [T], int32: last position that each query attends to, its own or a later one of
+            its sequence; None for its own.
         counters: [>= (queries + N) * kv_heads], int32, zero between launches, for launches on one
-            stream at a time; None makes some for this call.
-        parts: most parts of the keys of a tile; None: as many as fill the GPU.
-        out: [T, heads, D], contiguous: written where `cu_seqlens` has queries; None makes one.
+            stream at a time; None allocates them for this call.
+        parts: Most parts of the keys of a tile; None for as many as fill the GPU.
+        out: [T, heads, D], contiguous: written where `cu_seqlens` has queries; None allocates it.
 
     Returns:
         [T, heads, D].
@@ -159,10 +159,10 @@ def paged_prefill_attention_reference(
 
 
 def _tile(block_d: int, element_size: int, rows: int, max_context: int) -> dict[str, int]:
-    """Query rows and keys per tile, pipeline stages and warps, as measured best on an H200."""
+    """Query rows and keys per tile, pipeline stages and warps: the fastest on an H200."""
     row_bytes = block_d * element_size
     block_m = min(128 if row_bytes <= 256 else 64, max(16, next_power_of_2(rows)))
-    if row_bytes > 512:  # queries, and sums of values in float32, fill the registers of more warps
+    if row_bytes > 512:  # queries, and float32 sums of values, need the registers of more warps
         return {"BLOCK_M": min(block_m, 32), "BLOCK_N": 16, "num_stages": 2, "num_warps": 8}
     if row_bytes > 256:
         return {"BLOCK_M": block_m, "BLOCK_N": 32, "num_stages": 2, "num_warps": 4}

@@ -1,15 +1,15 @@
-"""An all-reduce in one kernel between GPUs that can write into each other's memory.
+"""All-reduce in one kernel between GPUs that can write to each other's memory.
 
-Every rank writes its values straight into an inbox on each other rank, raises a flag there, waits
+"One-shot": each rank writes its values into an inbox on each other rank, raises a flag there, waits
 for the others' flags, and adds up in the order of ranks, so that all get the same bits. There is no
-second meeting at the end: an inbox has two halves, and a rank raises its next flag only after it
-has read this half. The pattern is that of NCCL's LL protocols and of vendors' "one-shot" kernels.
+second synchronisation: an inbox has two halves, and a rank raises its next flag only after it has
+read this half. NCCL's LL protocols and vendors' kernels follow this pattern.
 
-Of more than two ranks each would send larger tensors to all the others. Of those it gets a share of
-each, adds it up, and sends all the sum: half as much for four, with a second meeting ("two-shot").
+"Two-shot", for larger tensors of more than two ranks: each rank receives one share of all tensors,
+adds it up, and sends the sum to all. Four ranks then send half as much, but synchronise twice.
 
-Nothing is read on the host, so a CUDA graph may capture it. A rank that never comes keeps the
-others waiting until `PeerMemory.abort`.
+The host reads no tensor, so a CUDA graph may capture it. If a rank never comes, the others wait
+until `PeerMemory.abort`.
 """
 
 from __future__ import annotations
@@ -22,36 +22,35 @@ import torch
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl
 
 BLOCK = 2048
-"""Elements of a program."""
+"""Elements per block; a program handles one or several."""
 
 MAX_BLOCKS = 1024
-"""Programs that are on the GPU at the same time, whatever else is: each waits for its twin."""
+"""Most programs of a launch. Each waits for its twins on other ranks, so all must be resident."""
 
 PAIR_ROUNDS = 4
-"""Blocks of a program between two GPUs at most."""
+"""Most blocks per program between two GPUs."""
 
 SHARED_FROM = 64 * 4096
-"""Elements; of fewer, more than two GPUs get all, which takes one meeting."""
+"""Elements beyond which more than two GPUs use "two-shot"."""
 
 MOST_SHARED = 1024 * 4096
-"""Elements, of more than two GPUs; for more, NCCL's ring is the faster way."""
+"""Most elements for more than two GPUs; for larger tensors NCCL's ring is faster."""
 
 
 class PeerMemory:
-    """What an all-reduce needs, as one rank sees it.
+    """Memory of an all-reduce, as one rank sees it.
 
     Args:
-        rank: which.
-        inboxes: per rank, [2, ranks, part] of 4 bytes, flat float32.
-        flags: per rank, [MAX_BLOCKS, ranks] int32, flat: the last round for which a sender has
-            written.
-        rounds: its own, [MAX_BLOCKS] int32: rounds of each program.
-        waiting: its own, [1] int32: 0 once it shall not wait any more.
+        rank: Number of this rank.
+        inboxes: Per rank, flat [2, ranks, part] float32.
+        flags: Per rank, flat [MAX_BLOCKS, ranks] int32: last round that each sender has written.
+        rounds: This rank's [MAX_BLOCKS] int32: number of rounds of each program.
+        waiting: This rank's [1] int32: 0 once kernels must not wait any more.
 
     Attributes:
-        part: elements that one rank sends another before they meet.
-        capacity: elements of the largest tensor.
-        flags_at: on its device, [ranks] int64: addresses of `flags`.
+        part: Most elements that one rank sends another per round.
+        capacity: Elements of the largest tensor.
+        flags_at: On this rank's device, [ranks] int64: addresses of `flags`.
     """
 
     def __init__(
@@ -69,27 +68,27 @@ class PeerMemory:
         addresses = [each.data_ptr() for each in flags]
         self.flags_at = torch.tensor(addresses, device=rounds.device)
         self._views: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
-        # While a rank waits the driver may not make one.
+        # Made now: while a rank waits, the driver may be unable to create a stream.
         self._aside = torch.cuda.Stream(rounds.device)  # type: ignore[no-untyped-call]
 
     def views(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """The inboxes as elements of a dtype."""
+        """The inboxes, viewed as a dtype."""
         if dtype not in self._views:
             self._views[dtype] = tuple(inbox.view(dtype) for inbox in self.inboxes)
         return self._views[dtype]
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is small enough."""
+        """Whether a tensor is small enough for this all-reduce."""
         return tensor.numel() <= self.capacity
 
     def abort(self) -> None:
-        """Let this rank not wait any more; what it then has is no sum."""
+        """End all waiting of this rank; results are invalid from then on."""
         with torch.cuda.stream(self._aside):
-            self.waiting.zero_()  # no kernel: to load one could wait for those that wait
+            self.waiting.zero_()  # a memset: loading a kernel could wait for running ones
 
 
 def peer_memories(devices: Sequence[torch.device]) -> list[PeerMemory]:
-    """Memory for a rank on each device, before any of them uses it."""
+    """Allocate memory for one rank per device."""
     size = len(devices)
     part = MAX_BLOCKS * BLOCK * (PAIR_ROUNDS if size == 2 else 1)
     inboxes = [torch.empty(2 * size * part, dtype=torch.float32, device=d) for d in devices]
@@ -98,7 +97,7 @@ def peer_memories(devices: Sequence[torch.device]) -> list[PeerMemory]:
         for count in (MAX_BLOCKS * size, MAX_BLOCKS)
     )
     waiting = [torch.ones(1, dtype=torch.int32, device=d) for d in devices]
-    for ours in inboxes:  # torch makes memory reachable with the first copy
+    for ours in inboxes:  # torch enables peer access at the first copy
         for theirs in inboxes:
             ours[:1].copy_(theirs[:1])
     made = [PeerMemory(rank, inboxes, flags, rounds[rank], waiting[rank]) for rank in range(size)]
@@ -113,11 +112,11 @@ def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory) -> torch.Tensor:
     All ranks call it in the same order with equal shapes, on one stream each.
 
     Args:
-        tensor: contiguous, on the rank's device; see `PeerMemory.fits`.
-        memory: the rank's.
+        tensor: Contiguous tensor on the rank's device for which `PeerMemory.fits`.
+        memory: Memory of the rank.
 
     Returns:
-        As `tensor`.
+        The sum, of the shape and dtype of `tensor`.
     """
     out = torch.empty_like(tensor)
     count, size = tensor.numel(), memory.size
@@ -146,7 +145,7 @@ def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory) -> torch.Tensor:
 
 
 def peer_all_reduce_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Plain torch for `peer_all_reduce`, of all ranks' tensors on one device."""
+    """Plain torch for `peer_all_reduce`, with all ranks' tensors on one device."""
     return reduce(torch.add, (tensor.float() for tensor in tensors)).to(tensors[0].dtype)
 
 

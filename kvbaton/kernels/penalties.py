@@ -1,11 +1,11 @@
-"""What tokens so far take from their logits: repetition, presence and frequency penalty.
+"""Repetition, presence and frequency penalties on logits.
 
-    l' = l / r or, where l < 0, l r: of tokens so far (Keskar et al., "CTRL", arXiv 1909.05858)
-    l'' = l' - f n - p: of tokens that were generated n > 0 times (OpenAI's API)
+    l' = l / r or, where l < 0, l r: for tokens of the prompt or output (Keskar et al., "CTRL",
+        arXiv 1909.05858)
+    l'' = l' - f n - p: for tokens that were generated n > 0 times (OpenAI's API)
 
-How often each token came is counted anew in each step, so that there is no state of a sequence that
-a draft, a preemption or another node could leave behind: the work is that of its tokens, and what
-its logits ask for is the same.
+Tokens are counted anew in each step, so that no state of a sequence can become stale after a draft,
+a preemption or a hand-over. A count costs one read of the sequence's tokens.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ import torch
 from kvbaton.kernels.jit import jit, tl, wait_for_inputs
 
 PROGRAMS = 8
-"""Of a row; and how many of its tokens one looks at together."""
+"""Number of programs per row."""
 BLOCK = 1024
+"""Number of tokens that a program reads at a time."""
 
 
 class Penalties(NamedTuple):
-    """Those of each row, [rows] each but for tokens and counts.
+    """Penalties of each row; all are [rows], except tokens and counts.
 
     Attributes:
         repetitions: float64; 0 for a row without any penalty.
         presences: float64.
         frequencies: float64.
-        num_prompt: int64, how many of the tokens so far are the prompt.
-        lengths: int64, tokens so far.
-        of: int64, which row of `tokens` they are.
-        tokens: [any, >= longest] int32; what stands past a row's length is not looked at.
-        counts: [>= rows, vocab] int32, for the kernels: zero before and after. It may have fewer
-            rows if none has a penalty.
+        num_prompt: int64, number of prompt tokens.
+        lengths: int64, number of tokens, including the prompt.
+        of: int64, index of the sequence's row in `tokens`.
+        tokens: [any, >= longest] int32; entries past a row's length are ignored.
+        counts: [>= rows, vocab] int32, scratch of the kernels: zero before and after. It may have
+            fewer rows if no row has a penalty.
     """
 
     repetitions: torch.Tensor
@@ -47,7 +48,7 @@ class Penalties(NamedTuple):
 
 
 def penalize(logits: torch.Tensor, how: Penalties) -> None:
-    """Take penalties from logits [rows, vocab] float32, in place, in plain torch."""
+    """Apply penalties to logits [rows, vocab] float32, in place, in plain torch."""
     index = how.repetitions.nonzero()[:, 0]
     *floats, num_prompt, lengths, of = (x[index] for x in how[:6])
     repetition, presence, frequency = (x.float()[:, None] for x in floats)
@@ -65,7 +66,7 @@ def penalize(logits: torch.Tensor, how: Penalties) -> None:
 
 
 def count_tokens(how: Penalties) -> None:
-    """Count tokens so far, of rows with penalties; `penalized` knows how to read it."""
+    """Count the tokens of rows with penalties into `counts`, for `penalized` to read."""
     _kernel[(len(how.lengths), PROGRAMS)](
         how.repetitions,
         how.num_prompt,

@@ -1,12 +1,12 @@
-"""Attention of prompts and chunks of prompts: cuDNN for long pieces, the paged kernel for others.
+"""Prefill attention of prompts and chunks: cuDNN for long ones, the paged kernel for others.
 
-cuDNN's kernel is nearly twice as fast as the paged one on a Hopper GPU, but wants contiguous keys,
-and builds a plan (70 ms, once) for every new shape. So a chunk that is long, or that has many
-logits since its prefix is, is cut into shapes from a small set, all planned before a node is ready:
-its own keys, causal, padded to one of a few lengths; and the prefix, gathered from the pages, in
-powers of two of `PREFIX_GRANULE`; what these leave goes before the own keys, with empty queries in
-front. The states are merged. Plans are for strides too, so these follow from the shape alone. What
-was not planned goes through the paged kernel.
+cuDNN's kernel is nearly twice as fast as the paged one on a Hopper GPU, but needs contiguous keys,
+and builds a plan (70 ms, once) for every new shape. So a long chunk, or one after a long prefix, is
+cut into shapes of a small set, all planned before the node is ready. These are the chunk's own
+keys, causal, padded to one of a few lengths; and pieces of the prefix, gathered from the pages, of
+`PREFIX_GRANULE` times a power of two. The rest of the prefix is put before the own keys, with zeros
+as its queries. The attention states are then merged. A plan is for given strides too, so strides
+follow from the shape alone. Shapes without a plan go through the paged kernel.
 """
 
 from __future__ import annotations
@@ -26,32 +26,37 @@ from kvbaton.kernels.paged_attention import Softmax
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention
 
 MIN_QUERIES = 1024
-"""With fewer queries the paged kernel is as fast, but after a far prefix, see `is_far`."""
+"""With fewer queries the paged kernel is as fast, unless the prefix is long (see `is_far`)."""
 
 FEW_QUERIES, FAR_LOGITS = 256, 24_000_000
-"""Measured on an H200, 32 heads of 128 features on 8: 500 queries after 8,128; 16,320; 65,024 keys
-take 223; 421; 1,582 us paged and 266; 382; 1,067 by cuDNN, which the host launches for 25 to 45 ms
-in 32 layers: TTFT of 500 after 32,640; 65,000 was 40; 64 ms, and is 46 to 55; 54."""
+"""Number of queries, and of logits (queries times prefix keys), from which `is_far`.
+
+Measured on an H200 with 32 query and 8 KV heads of 128 features: 500 queries after 8,128; 16,320;
+65,024 keys take 223; 421; 1,582 us paged and 266; 382; 1,067 us by cuDNN. cuDNN's launches take the
+host 25 to 45 ms for 32 layers: TTFT of 500 tokens after 32,640; 65,000 was 40; 64 ms with the paged
+kernel, and is 46 to 55; 54 ms with cuDNN.
+"""
 
 GRANULE, PREFIX_GRANULE = 256, 1024
+"""Tokens to whose multiples the keys of a prompt, and those of a chunk, are padded."""
 
 MAX_PREFIX_PIECE = 16 * PREFIX_GRANULE
-"""Keys; more per launch are hardly faster."""
+"""Most prefix keys per launch; more are hardly faster."""
 
 Shape = tuple[str, int, int]
-"""Of a launch: what the keys are, how many queries and keys."""
+"""Shape of a launch: kind of keys ("prompt", "own" or "prefix"), number of queries, of keys."""
 
 
 class PlanKind(NamedTuple):
-    """What else cuDNN's plans are for.
+    """Properties of cuDNN's plans beside the shape.
 
     Attributes:
-        thread: that has them.
-        dtype: of queries, keys and values.
-        heads: of queries.
-        kv_heads: of keys and values.
-        head_dim: of all.
-        strides: from token to token, of a prompt's queries, keys and values.
+        thread: Id of the thread that has the plans.
+        dtype: dtype of queries, keys and values.
+        heads: Number of query heads.
+        kv_heads: Number of KV heads.
+        head_dim: Features per head.
+        strides: Token strides of a prompt's queries, keys and values.
     """
 
     thread: int
@@ -68,7 +73,7 @@ _planned: dict[PlanKind, set[Shape]] = {}
 
 @contextmanager
 def planning() -> Iterator[None]:
-    """Let cuDNN plan whatever this thread launches: it keeps its plans by thread and shape."""
+    """Let cuDNN plan all that this thread launches; it keeps plans by thread and shape."""
     _planning.now = True
     try:
         yield
@@ -77,14 +82,14 @@ def planning() -> Iterator[None]:
 
 
 def plan_ahead(most_tokens: int, longest: int, device: torch.device) -> None:
-    """Plan all that prompts and chunks launch, of tensors like those of this thread's `planning`.
+    """Plan all shapes of prompts and chunks, for tensors like those of this thread's `planning`.
 
-    A plan takes cuDNN 50 ms, in which other threads have the interpreter.
+    A plan takes cuDNN 50 ms, during which other threads can run Python.
 
     Args:
-        most_tokens: of a chunk.
-        longest: sequence, in tokens.
-        device: where they will run.
+        most_tokens: Most tokens of a chunk.
+        longest: Most tokens of a sequence.
+        device: Device of the launches.
     """
     shapes, this = all_shapes(most_tokens, longest), threading.get_ident()
     for (thread, dtype, heads, kv_heads, dim, strides), planned in list(_planned.items()):
@@ -106,20 +111,20 @@ def plan_ahead(most_tokens: int, longest: int, device: torch.device) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBatch:
-    """The sequences of one step that compute more than one token.
+    """The sequences of one step that compute more than one token each.
 
     Attributes:
         block_tables: [N, max_blocks], int32.
-        cu_seqlens: [N + 1], int32: where each sequence's queries start, and T.
-        context_lens: [N], int32: keys of each sequence, those of its queries included.
-        query_lens: of each sequence, known on the host.
-        prefix_lens: keys before the queries, known on the host.
-        last_keys: [T], int32: the last position that each query sees, its own or a later one of
-            its sequence; None: its own, of all.
-        min_context: a sequence with fewer keys goes through the paged kernel, all such neighbours
-            in one launch, which depends on shapes alone.
-        pieces: what is launched in a layer, and the counters of `paged_prefill_attention`, by what
-            it depends on; layers are alike.
+        cu_seqlens: [N + 1], int32: start of each sequence's queries; then T.
+        context_lens: [N], int32: keys of each sequence, including those of its queries.
+        query_lens: Queries of each sequence, known on the host.
+        prefix_lens: Keys of each sequence before its queries, known on the host.
+        last_keys: [T], int32: last position that each query attends to, its own or a later one of
+            its sequence; None: its own, for all.
+        min_context: A sequence with fewer keys goes through the paged kernel; adjacent ones share a
+            launch, which depends on shapes alone.
+        pieces: Cache of a layer's launches and the counters of `paged_prefill_attention`, by
+            window and plan kind; layers that agree in these share them.
     """
 
     block_tables: torch.Tensor
@@ -142,19 +147,19 @@ def prefill_attention(
     softmax: Softmax,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute causal softmax(scale * q k^T) v of each sequence's queries, its last tokens.
+    """Compute causal softmax(scale * q k^T) v for the queries of each sequence's last tokens.
 
     `key` and `value` must be in the cache already.
 
     Args:
-        query: [T, heads, D], the sequences one after the other; last axis contiguous.
-        key: [T, kv_heads, D]; None if they are in the cache alone.
-        value: likewise.
+        query: [T, heads, D], sequences concatenated; last axis contiguous.
+        key: [T, kv_heads, D]; None if the keys are only in the cache.
+        value: Like `key`.
         key_cache: [num_blocks, kv_heads, block_size, D], of the query's dtype or float8_e4m3fn.
-        value_cache: as `key_cache`, with the same strides.
-        batch: lengths and block tables.
-        softmax: see there.
-        out: [T, heads, D], contiguous, to fill; None makes one.
+        value_cache: Like `key_cache`, with the same strides.
+        batch: Lengths and block tables.
+        softmax: Scale, mask and form of the softmax.
+        out: [T, heads, D], contiguous: the output tensor; None allocates one.
 
     Returns:
         [T, heads, D], contiguous.
@@ -197,19 +202,19 @@ def prefill_attention(
 
 
 def is_far(queries: int, prefix: int) -> bool:
-    """Whether cuDNN, launches included, is faster for fewer than `MIN_QUERIES`: logits are many."""
+    """Whether the prefix is so long that cuDNN is faster for fewer than `MIN_QUERIES` queries."""
     return queries > FEW_QUERIES and queries * prefix >= FAR_LOGITS
 
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Neighbours of a batch that go through one way: "prompt" and "chunk" are cuDNN's.
+    """Adjacent sequences of a batch that are computed by one kernel.
 
     Attributes:
-        form: a "prompt" is one sequence's without prefix, a "chunk" one after a prefix; "paged"
-            are any.
-        rows: sequences.
-        tokens: their queries.
+        form: "prompt" (one sequence without prefix) or "chunk" (one with a prefix) for cuDNN;
+            "paged" (any number of sequences) for the paged kernel.
+        rows: The sequences.
+        tokens: Their queries.
     """
 
     form: str
@@ -218,7 +223,7 @@ class BatchPart:
 
 
 def _cut(batch: PrefillBatch, window: int, kind: PlanKind | None) -> list[BatchPart]:
-    """All sequences of a batch, in their order; of no `kind` are what cuDNN can't attend to."""
+    """Parts of a batch, in order; all "paged" if `kind` is None: cuDNN does not support it."""
     pieces: list[BatchPart] = []
     token = 0
     for row, (fresh, prefix) in enumerate(zip(batch.query_lens, batch.prefix_lens, strict=True)):
@@ -238,26 +243,26 @@ def _cut(batch: PrefillBatch, window: int, kind: PlanKind | None) -> list[BatchP
 
 
 State = tuple[torch.Tensor, torch.Tensor]
-"""Out [T, heads, D] and lse [T, heads] of queries over some keys."""
+"""Attention state of queries over some keys: out [T, heads, D] and lse [T, heads]."""
 
 
 def _padded(tokens: int, granule: int, parts: int) -> int:
-    """Round up to a multiple of `granule`, or of a part of the next power of two if that is more.
+    """Round up to a multiple of `granule`, or of the next power of two / `parts` if that is more.
 
-    The more parts, the less is computed in vain, and the more shapes there are to plan.
+    More parts waste less work on padding, but give more shapes to plan.
     """
     step = max(granule, (1 << (tokens - 1).bit_length()) // parts)
     return -(-tokens // step) * step
 
 
 def _prompt_shape(tokens: int) -> Shape:
-    """Of a prompt without prefix; its keys are padded as its queries are."""
+    """Shape of a prompt without prefix; keys are padded like queries."""
     padded = _padded(tokens, GRANULE, 8)
     return "prompt", padded, padded
 
 
 def _chunk_shapes(tokens: int, prefix: int) -> list[Shape]:
-    """Of each launch of `_chunk`: own keys, then pieces of the prefix, the longest first."""
+    """Shape of each launch of `_chunk`: own keys, then pieces of the prefix, longest first."""
     own = _padded(prefix % PREFIX_GRANULE + tokens, PREFIX_GRANULE, 8)
     queries = _padded(tokens, 2 * GRANULE, 4)
     shapes, whole = [("own", own, own)], prefix // PREFIX_GRANULE * PREFIX_GRANULE
@@ -269,7 +274,7 @@ def _chunk_shapes(tokens: int, prefix: int) -> list[Shape]:
 
 
 def all_shapes(most_tokens: int, longest: int) -> set[Shape]:
-    """Of all launches of prompts and chunks of so many tokens, in sequences of up to `longest`."""
+    """All shapes for prompts and chunks of up to `most_tokens`, in sequences of up to `longest`."""
     shapes: set[Shape] = set()
     most_tokens = min(most_tokens, longest)
     far = min(2 * GRANULE, most_tokens)
@@ -277,21 +282,21 @@ def all_shapes(most_tokens: int, longest: int) -> set[Shape]:
         if tokens >= MIN_QUERIES:
             shapes.add(_prompt_shape(tokens))
         if tokens >= MIN_QUERIES or is_far(tokens, longest - tokens):
-            # All pieces once, and the longest rest.
+            # All pieces of the prefix, and the longest rest of one.
             shapes.update(_chunk_shapes(tokens, 2 * MAX_PREFIX_PIECE - PREFIX_GRANULE))
             shapes.update(_chunk_shapes(tokens, PREFIX_GRANULE - 1))
     return {each for each in shapes if each[0] != "prefix" or FEW_QUERIES + each[2] < longest}
 
 
 def _is_planned(kind: PlanKind, shapes: Sequence[Shape]) -> bool:
-    """Whether cuDNN has planned launches of these shapes, or may do so now."""
+    """Whether cuDNN has plans for these shapes, or may make them now."""
     if getattr(_planning, "now", False):
         _planned.setdefault(kind, set()).update(shapes)
     return _planned.get(kind, set()).issuperset(shapes)
 
 
 def cudnn_fits(query: torch.Tensor, block_size: int) -> bool:
-    """Whether cuDNN's kernel takes tensors like `query`, on a GPU where it is the faster one."""
+    """Whether cuDNN's kernel supports tensors like `query`, and is faster on their GPU."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     head_dim = query.shape[2]
     if not (query.is_cuda and half and head_dim % 8 == 0 and head_dim <= 128):
@@ -302,7 +307,7 @@ def cudnn_fits(query: torch.Tensor, block_size: int) -> bool:
 def _prompt(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """A prompt without prefix; causality hides the padding after its keys."""
+    """Attention of a prompt without prefix; causality masks the padding after its keys."""
     tokens = len(query)
     _, size, _ = _prompt_shape(tokens)
     padded = [_pad_tokens(x, size) for x in (query, key, value)]
@@ -312,7 +317,7 @@ def _prompt(
 
 
 def _pad_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[1, size, heads, D] of [T, heads, D]: zeros behind, strided as if they had been there."""
+    """Pad [T, heads, D] with zeros to [1, size, heads, D]; strides within a token stay."""
     if len(x) == size:
         return x[None]
     shape, strides = (1, size, *x.shape[1:]), (size * x.stride(0), *x.stride())
@@ -330,12 +335,12 @@ def _chunk(
     prefix: int,
     scale: float,
 ) -> torch.Tensor:
-    """A chunk after `prefix` cached tokens."""
+    """Attention of a chunk after `prefix` cached tokens."""
     tokens, rest = query.shape[0], prefix % PREFIX_GRANULE
     (_, own, _), *earlier = _chunk_shapes(tokens, prefix)
 
     def padded(before: int, queries: int) -> torch.Tensor:
-        """[1, heads, queries, D]."""
+        """The queries as [1, heads, queries, D], with `before` zeros in front."""
         return pad(query, (0, 0, 0, 0, before, queries - before - tokens)).transpose(0, 1)[None]
 
     def among(queries: torch.Tensor, before: int, start: int, keys: int) -> State:
@@ -347,7 +352,7 @@ def _chunk(
         return out[before : before + tokens], lse[before : before + tokens]
 
     state = among(padded(rest, own), rest, prefix - rest, own)
-    if earlier:  # for fewer launches, which the driver takes so many of, one padding is for all
+    if earlier:  # all pieces share one padding of the queries, for fewer launches
         queries, start = padded(0, earlier[0][1]), 0
         for _, _, keys in earlier:
             state = merge_attention_states(*state, *among(queries, 0, start, keys))
@@ -358,7 +363,7 @@ def _chunk(
 def _cudnn_batch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out [N, heads, T, D] and lse [N, heads, T, 1] of query over [N, kv_heads, keys, D].
+    """Out [N, heads, T, D] and lse [N, heads, T, 1] of queries over [N, kv_heads, keys, D].
 
     `causal` aligns the first query with the first key.
     """

@@ -1,4 +1,4 @@
-"""Activations to FP8 e4m3 with a scale for each group of a token's features, for FP8 products."""
+"""Quantise activations to FP8 e4m3, with a scale per group of a token's features."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kvbaton.kernels.jit import (
 from kvbaton.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 
 MAX = 448.0
-"""Largest number of e4m3."""
+"""Largest finite e4m3 number."""
 
 LEAST = 1e-12
-"""Least magnitude that a group is taken to have, so that zeros have a scale too."""
+"""Lower bound of a group's largest magnitude, so that the scale of zeros is not 0."""
 
 
 FOURS = 4
-"""The library's product by blocks takes tokens in fours."""
+"""The library's product with block scales needs a multiple of this many tokens."""
 
 
 PROGRAM = 1024
-"""Features of a token that a program quantises, of several groups if they are smaller."""
+"""Features per program: those of several groups if groups are smaller."""
 
 MOST_GATED = 1 << 14
-"""Largest group for which the activation is computed on the way: it is held twice as wide."""
+"""Largest group for which `silu_and_mul` is fused: its input takes twice the registers."""
 
 
 def quantize_fp8(
@@ -41,12 +41,12 @@ def quantize_fp8(
     """Compute scale = max |x| / 448 of each group, and x / scale rounded to e4m3.
 
     Args:
-        x: [T, K], rows contiguous; with `gated` [T, 2 * K], and `silu_and_mul` of it is taken.
-        group: features that share a scale; the last group may be shorter.
-        for_blocks: as `torch.nn.functional.scaled_mm` takes them with a scale for each 128: T
-            rounded up to a multiple of 4, with anything in the rows that are added, and the tokens'
-            scales of a group side by side.
-        gated: see `x`.
+        x: [T, K], or [T, 2 * K] with `gated`; rows contiguous.
+        group: Features that share a scale; the last group may be shorter.
+        for_blocks: Use the layout of `torch.nn.functional.scaled_mm` with a scale per 128 features:
+            T rounded up to a multiple of 4 (the added rows are undefined), and the scales of one
+            group adjacent in memory.
+        gated: Quantise `silu_and_mul(x)` instead of `x`.
 
     Returns:
         [T, K] float8_e4m3fn, and [T, ceil(K / group)] float32.
@@ -64,7 +64,7 @@ def quantize_fp8(
     tokens, size = len(x), x.shape[1] // 2 if gated else x.shape[1]
     groups = cdiv(size, group)
     rows = cdiv(tokens, FOURS) * FOURS if for_blocks else tokens
-    # Triton's interpreter loses carries when it rounds to e4m3, so torch rounds there.
+    # Triton's interpreter loses carries when it rounds to e4m3, so torch rounds instead.
     dtype = torch.float32 if INTERPRETED else torch.float8_e4m3fn
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
     shape = (groups, rows) if for_blocks else (rows, groups)

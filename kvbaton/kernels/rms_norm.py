@@ -21,18 +21,18 @@ def rms_norm(
 ) -> torch.Tensor:
     """Normalise the last axis: y = (weight_offset + weight) * x / sqrt(mean(x^2) + eps).
 
-    With `residual`, ``residual += x`` first (in place, rounded to its dtype), and the sum is what
-    gets normalised. The mean is taken in fp32. Without an offset the normalised row is rounded to
-    the dtype before the weight (as Llama does); with one, only the product is (as Gemma does). With
-    `gate`, what that gives is multiplied by silu(gate), in fp32.
+    With `residual`, ``residual += x`` first (in place, rounded to its dtype), and the sum is
+    normalised. The mean is computed in fp32. Without an offset, the normalised row is rounded to
+    the dtype before it is multiplied by the weight (as in Llama); with one, only the product is
+    rounded (as in Gemma). With `gate`, the result is multiplied by silu(gate), in fp32.
 
     Args:
         x: [..., N]; any strides on up to three axes, the last one contiguous.
         weight: [N].
-        eps: added to the mean square.
-        residual: [T, N] beside an `x` of [T, N], rows contiguous; updated in place.
+        eps: Added to the mean square.
+        residual: [T, N], for an `x` of [T, N]; rows contiguous; updated in place.
         weight_offset: 0, or 1 where the checkpoint stores weight - 1.
-        gate: [T, groups, rows, N] beside an `x` of [T, groups * rows, N]; any strides on the first
+        gate: [T, groups, rows, N], for an `x` of [T, groups * rows, N]; any strides on the first
             two axes, the others contiguous.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, and the write of keys and values to the cache.
+"""Rotary position embedding of queries and keys, fused with the write of keys and values.
 
 Source: Su et al., "RoFormer", arXiv 2104.09864, in the half-rotated order of GPT-NeoX; paged
 cache and slot mapping: Kwon et al., "PagedAttention", arXiv 2309.06180.
@@ -23,8 +23,8 @@ class HeadNorms:
     Attributes:
         query: [D], weight for queries.
         key: [D], weight for keys.
-        eps: added to the mean square.
-        offset: added to weights.
+        eps: Added to the mean square.
+        offset: Added to weights.
     """
 
     query: torch.Tensor
@@ -33,7 +33,7 @@ class HeadNorms:
     offset: float
 
     def apply(self, heads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Queries, and keys if there are any, normalised, contiguous."""
+        """Normalise queries, and keys if given; results are contiguous."""
         return [
             rms_norm(x, weight, self.eps, weight_offset=self.offset)
             for x, weight in zip(heads, (self.query, self.key), strict=False)
@@ -56,22 +56,22 @@ def rope_write(
     """Normalise and rotate `query` and `key` in place, then write `key` and `value` to their slots.
 
     With c, s = cos_sin[position].chunk(2) and x1, x2 the halves of the first R features of a
-    head: x1' = x1 * c - x2 * s and x2' = x2 * c + x1 * s, in fp32. Features past R stay. If
-    `interleaved`, x1 are the even ones of the first R features and x2 the odd ones, and x1' and x2'
-    become halves.
+    head: x1' = x1 * c - x2 * s and x2' = x2 * c + x1 * s, in fp32. Features past R are
+    unchanged. If `interleaved`, x1 are the even features of the first R and x2 the odd ones; x1'
+    and x2' become halves.
 
     Args:
         query: [T, heads, D]; last axis contiguous, as in all tensors here.
         key: [T, kv_heads, D].
         value: [T, kv_heads, D], or of another width.
         positions: [T], int64.
-        cos_sin: [max_position, R], fp32: R / 2 cosines, then R / 2 sines; None: no rotation.
+        cos_sin: [max_position, R], fp32: R / 2 cosines, then R / 2 sines; None for no rotation.
         key_cache: [num_blocks, kv_heads, block_size, D], any strides before the last axis; of the
             dtype of `key`, or float8_e4m3fn, which saturates.
-        value_cache: as `key_cache`, with the same strides, as wide as `value`.
-        slot_mapping: [T], contiguous, int64: block * block_size + offset, or -1: not written.
-        interleaved: which features make a pair.
-        norms: of the heads before they are turned; None for none.
+        value_cache: Like `key_cache`, with the same strides, as wide as `value`.
+        slot_mapping: [T], contiguous, int64: block * block_size + offset, or -1 to write nothing.
+        interleaved: Whether pairs are adjacent features rather than features of two halves.
+        norms: Norms of the heads before the rotation; None for none.
     """
     assert slot_mapping.is_contiguous(), "the kernel reads neighbours"
     whole = cos_sin is not None and cos_sin.shape[1] == query.shape[2]
@@ -158,7 +158,7 @@ def rope_write_reference(
 
 
 def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x` in the dtype of a cache; e4m3 has no infinity, so it saturates."""
+    """Cast `x` to the dtype of a cache; e4m3 has no infinity, so numbers saturate."""
     return x.clamp(-448, 448).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 

@@ -1,17 +1,17 @@
-"""One token per row of logits: the best one, or a draw from the softmax of the likely ones.
+"""Sample one token per row of logits: greedily, or from the softmax after top-k, top-p and min-p.
 
-A draw is ``argmax(logits / temperature + Gumbel noise)`` (Gumbel 1954; Maddison et al., arXiv
-1411.0030); the noise is that of `gumbel_noise`, made where it is added, so that neither it nor the
-logits in fp32 ever lie in memory.
+A sample is ``argmax(logits / temperature + Gumbel noise)`` (Gumbel 1954; Maddison et al., arXiv
+1411.0030). The noise is that of `gumbel_noise`, computed where it is added, so that neither noise
+nor fp32 logits are ever stored in memory.
 
-Which tokens top-k, top-p and min-p leave is found without sorting: the bits of a logit, so turned
-that they order as it does, are searched for the lowest that is kept, two at a time from the highest
-on (radix select: Alabi et al., "Fast k-selection algorithms for graphics processing units", 2012).
-First among the best of every 8,192nd id, which lie in registers: where those are all that can be
-kept, one look at the row confirms it.
+The tokens that top-k, top-p and min-p keep are found without sorting. The bits of a logit are
+mapped to a code of the same order, and the lowest code that is kept is searched from the highest
+bits down, two bits at a time (radix select: Alabi et al., "Fast k-selection algorithms for graphics
+processing units", 2012). The search first looks only at the best of every 8,192nd id, which fit in
+registers: if no other token can be kept, one pass over the row confirms it.
 
-Random numbers depend on a counter alone: they are equal on every rank, node and device for equal
-arguments. Philox4x32-10 from Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2,
+Random numbers depend on a counter alone: for equal arguments they are equal on every rank, node and
+device. Philox4x32-10 is from Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2,
 3" (SC 2011), in 64-bit integer arithmetic of plain torch: words are int64 in [0, 2^32).
 """
 
@@ -32,13 +32,13 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
 PURPOSE_SAMPLE = 0
-"""The noise that chooses the next token."""
+"""Purpose of the noise that chooses the next token."""
 
 
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds of Philox4x32 over tensors of 32-bit words that broadcast with each other."""
+    """Apply ten rounds of Philox4x32 to tensors of 32-bit words, which broadcast together."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -59,17 +59,17 @@ def gumbel_noise(
 ) -> Tensor:
     """Standard Gumbel noise for every vocabulary id of every row; always finite.
 
-    The counter is (id // 4, position, purpose, choice), the id modulo 4 picks the word of its
-    output, the key is the seed. A word w becomes u = (w + 1/2) / 2^32 and the noise is
-    -log(-log(u)), in float64, so that a last-bit difference between two devices' logarithms does
-    not survive the rounding to float32, and u is never 0 or 1.
+    The counter is (id // 4, position, purpose, choice), the key is the seed, and the id modulo 4
+    selects the word of the output. A word w becomes u = (w + 1/2) / 2^32, which is never 0 or 1,
+    and the noise is -log(-log(u)). It is computed in float64, so that last-bit differences between
+    two devices' logarithms do not survive the rounding to float32.
 
     Args:
         seeds: [rows] int64, the bits of a 64-bit seed.
         positions: [rows] int64, absolute position of the token to choose.
         choices: [rows] int64, index of the choice.
-        vocab_size: ids.
-        purpose: what the noise is for (`PURPOSE_SAMPLE`).
+        vocab_size: Number of ids.
+        purpose: Purpose of the noise (`PURPOSE_SAMPLE`).
 
     Returns:
         [rows, vocab_size] float32.
@@ -85,29 +85,33 @@ def gumbel_noise(
 
 
 BLOCK = 2048
+"""Ids per program of the choice of the token."""
 SEARCHED = 8192
-"""Ids that a program looks at together when it searches what is kept, and its warps."""
+"""Ids that a program of the search for kept tokens reads at a time."""
 SEARCHING_WARPS = 16
+"""Warps of a program of the search."""
 
 UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 12, torch.float32: 2}
-"""Lowest bits of a logit in fp32 that are equal, or that make no difference; an even number.
-Behind penalties those of fp32."""
+"""Lowest bits of a logit in fp32 that are always equal or may be ignored, by its dtype; even.
+
+For a row with penalties, those of fp32 are used.
+"""
 
 
 class Sampling(NamedTuple):
-    """How the token of each row is chosen, [rows] each.
+    """How the token of each row is chosen; all tensors are [rows].
 
     Attributes:
-        temperatures: float64; 0 takes the best token.
+        temperatures: float64; 0 for greedy sampling.
         seeds: int64, the bits of a 64-bit seed.
         positions: int64, absolute position of the token to choose.
         choices: int64, index of the choice.
-        top_ks: int64: only so many best tokens, and equals of the last; 0 for all.
-        top_ps: float64: only the smallest set of best tokens of so much of the mass that top-k
-            leaves, of equals those of the highest ids (arXiv 1904.09751); 1 for all.
-        min_ps: float64: only tokens of at least so much of the best one's probability (arXiv
+        top_ks: int64: number of best tokens to keep, plus ties with the last; 0 for all.
+        top_ps: float64: share of the probability mass left by top-k; the smallest set of best
+            tokens with it is kept, among ties the highest ids (arXiv 1904.09751); 1 for all.
+        min_ps: float64: least probability of a kept token, as a share of the best one's (arXiv
             2407.01082); 0 for all.
-        penalties: before all this.
+        penalties: Penalties, applied before all of these.
     """
 
     temperatures: torch.Tensor
@@ -121,11 +125,11 @@ class Sampling(NamedTuple):
 
 
 def sample_tokens(logits: torch.Tensor, rows: Sampling) -> torch.Tensor:
-    """Choose a token for each row; the lowest id of equals.
+    """Choose a token for each row; among ties, the lowest id.
 
     Args:
         logits: [rows, vocab], rows contiguous.
-        rows: how.
+        rows: How tokens are chosen.
 
     Returns:
         [rows] int64; -1 where logits are NaN, or the best one is infinite.
@@ -206,19 +210,19 @@ def sample_tokens_reference(logits: torch.Tensor, rows: Sampling) -> torch.Tenso
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Ids [rows] of the best of each row; -1 where that is no finite number."""
+    """Id [rows] of the largest logit of each row; -1 where it is not finite."""
     best, ids = logits.max(dim=-1)
     return torch.where(best.isfinite(), ids, -1)
 
 
 def keep_top_k(logits: torch.Tensor, top_ks: torch.Tensor, most: int) -> torch.Tensor:
-    """Make impossible, in place, all but so many best tokens of each row; `most` is the largest."""
+    """Mask, in place, all but the `top_ks` best tokens of each row; `most` is the largest k."""
     best = logits.topk(most).values
     return logits.masked_fill_(logits < best.gather(1, top_ks[:, None] - 1), -math.inf)
 
 
 def keep_top_p(logits: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-    """Likewise all but the smallest set of best tokens whose mass reaches `top_ps` [rows, 1]."""
+    """Mask, in place, all but the smallest set of best tokens of mass `top_ps` [rows, 1]."""
     ordered, order = logits.sort(dim=-1, stable=True)
     dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - top_ps
     dropped[:, -1] = False
@@ -226,7 +230,7 @@ def keep_top_p(logits: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
 
 
 def keep_min_p(logits: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
-    """Likewise all but tokens of at least `min_ps` [rows, 1] of the best one's probability."""
+    """Mask, in place, tokens less likely than `min_ps` [rows, 1] times the most likely one."""
     return logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + min_ps.log(), -math.inf)
 
 

@@ -1,7 +1,7 @@
-"""The gated activations of feed-forward layers, SwiGLU and GeGLU.
+"""Gated activations of feed-forward layers: SwiGLU and GeGLU.
 
-Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202; GELU by its approximation
-with tanh, Hendrycks and Gimpel, arXiv 1606.08415.
+Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202. GELU is approximated with
+tanh: Hendrycks and Gimpel, arXiv 1606.08415.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Products of few rows with a weight, of floats or FP8: as fast as the weight can be read.
+"""Products of few rows with a float or FP8 weight, as fast as the weight can be read.
 
-A tile of the weight's rows is split along the columns until the programs fill the GPU; the last
-program of a tile adds the parts, in their order, whoever it is; so the result is deterministic.
+A tile of the weight's rows is split along the columns until the programs fill the GPU (split-K).
+The last program of a tile adds the parts, always in the same order, so the result is deterministic.
 Source of the pattern: Osama et al., "Stream-K", arXiv 2301.03598, section 4.
 
-A weight of floats is the left factor, so that its rows fill the tensor cores' tiles, however few
-rows `x` has; one that has to be widened first was measured slower there.
+A float weight is the left factor, so that its rows fill the tensor cores' tiles, however few rows
+`x` has. A weight that has to be widened was measured slower as the left factor.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from kvbaton.kernels.quantize_fp8 import widen
 from kvbaton.kernels.silu_and_mul import silu_and_mul
 
 MAX_ROWS, MAX_ROWS_OF_LARGE = 32, 64
-"""With more rows the library's product is faster; so with a weight of 64 Mi floats or more."""
+"""Most rows of `x` before the library's product is faster; the second for 64 Mi floats or more."""
 
 MAX_ROWS_TO_WIDEN = 16
-"""Of a weight in FP8: with more, products of quantised rows are faster, quantising included."""
+"""Most rows for an FP8 weight; for more, quantising them for an FP8 product is faster."""
 
 MAX_QUANTISED_ROWS, MAX_QUANTISED_SIZE = 128, 4096
-"""Likewise where `x` is FP8 too, and with more outputs."""
+"""Most rows, and most outputs, if `x` is FP8 too; beyond these the library is faster."""
 
 LARGE = 128
-"""Rows of a tile of a weight of so many of floats that there is one for each multiprocessor."""
+"""Rows per tile of a float weight large enough for a tile per multiprocessor."""
 
 BLOCK_K = 128
-"""Columns that share a scale, if not all of a row do; what a part's are a multiple of."""
+"""Columns that share a scale, unless a row has one scale; a part has a multiple of them."""
 
 
 class _Tile(NamedTuple):
     """How a product is cut into programs.
 
     Attributes:
-        rows: of the weight.
-        depth_bytes: of each of them at a time.
-        stages: loads in flight.
-        splits: parts along the columns.
+        rows: Rows of the weight per tile.
+        depth_bytes: Bytes of each row that are read at a time.
+        stages: Loads in flight.
+        splits: Number of parts along the columns.
     """
 
     rows: int
@@ -62,11 +62,11 @@ class _Tile(NamedTuple):
 
 
 class Workspace:
-    """Counters, zero between launches, and fp32 scratch; for launches on one stream at a time.
+    """Counters and scratch, for launches on one stream at a time.
 
     Attributes:
-        counters: [n], int32.
-        scratch: [m], fp32; its content is never needed by the next launch.
+        counters: [n], int32; zero between launches.
+        scratch: [m], fp32; no launch needs what an earlier one wrote.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ def skinny_linear(
     """Compute out = (x * x_scales) @ (weight * scales).T, accumulated in fp32.
 
     Args:
-        x: [T, K]; the library's product takes those whose rows are not contiguous.
+        x: [T, K]; if rows are not contiguous, the library computes the product.
         weight: [N, K], contiguous; of the dtype of `x`, or float8_e4m3fn with `scales`, which is
             widened as it is read if `x` is of floats.
-        workspace: of this stream; None makes one for this call.
-        scales: [N, runs] float32, contiguous, of equal runs of columns; None for ones.
-        x_scales: of an `x` of float8_e4m3fn: [T, 1] float32; the weight has one scale a row, too.
-        dtype: of the result; None takes that of `x`.
-        gated: give `silu_and_mul` of it; by the same launch if `gates` says so.
+        workspace: Workspace of this stream; None allocates one for this call.
+        scales: [N, runs] float32, contiguous, for equal runs of columns; None for ones.
+        x_scales: For an `x` of float8_e4m3fn, [T, 1] float32; `scales` then is [N, 1].
+        dtype: dtype of the result; None for that of `x`.
+        gated: Return `silu_and_mul` of the product, in the same launch if `gates`.
 
     Returns:
         [T, N]; with `gated` [T, N / 2].
@@ -143,7 +143,7 @@ def skinny_linear(
         BLOCK_K=block_k,
         num_warps=4,
         num_stages=min(tile.stages, shared_memory(x.device) // stage),
-        early=runs > 0,  # of floats it was measured slower, with few rows by 3 %
+        early=runs > 0,  # with float weights it was measured slower, by 3 % with few rows
     )
     return out
 
@@ -166,7 +166,7 @@ def skinny_linear_reference(
 def wins(
     rows: int, weight: torch.Tensor, scales: torch.Tensor | None = None, *, quantised: bool = False
 ) -> bool:
-    """Whether the kernel is for this product: few rows, even tiles, measured faster on Hopper."""
+    """Whether the kernel is used for a product: few rows, whole tiles; measured on Hopper."""
     size, depth = weight.shape
     runs = 0 if scales is None else scales.shape[1]
     tile = _tile_of(size, depth, runs, quantised)
@@ -180,19 +180,19 @@ def wins(
 
 
 def gates(rows: int, weight: torch.Tensor) -> bool:
-    """Whether `gated` costs no launch of its own: for few rows, and a large weight of floats."""
+    """Whether `gated` needs no launch of its own: with few rows and a large float weight."""
     size, depth = weight.shape
     return wins(rows, weight) and _tile_of(size, depth, 0, False).rows == LARGE
 
 
 @cache
 def _tile_of(size: int, depth: int, runs: int, quantised: bool) -> _Tile:
-    """The tile for a weight of [size, depth] with so many scales a row.
+    """Tile for a weight of [size, depth] with `runs` scales per row.
 
-    Of floats a program has as many loads in flight as its multiprocessor has room for, so that half
-    of some 128 of these are enough, unless rows are long, and more than one for each are too many.
-    Of FP8, which is read in half the time, there are about four programs for each; where inputs are
-    FP8, too, fewer and shorter ones.
+    For floats, a program has as many loads in flight as a multiprocessor has room for: programs for
+    half of some 128 multiprocessors are enough, unless rows are long, and more than one for each
+    are too many. For FP8, which is read in half the time, there are about four programs for each;
+    if inputs are FP8 too, fewer, and with shorter parts.
     """
     if not runs and size >= 128 * LARGE and size % LARGE == 0:
         return _Tile(LARGE, 256, 4)

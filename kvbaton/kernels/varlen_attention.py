@@ -1,6 +1,6 @@
-"""Attention of several sequences, one after the other, over keys that lie side by side.
+"""Causal attention of several concatenated sequences over contiguous (not paged) keys.
 
-On a GPU in half precision: FlashAttention-2 (Dao, arXiv 2307.08691), which comes with torch.
+On a GPU in half precision it is torch's FlashAttention-2 (Dao, arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ def varlen_attention(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Compute causal softmax(scale * q k^T) v; queries are the last tokens of their sequences.
+    """Compute causal softmax(scale * q k^T) v for queries of each sequence's last tokens.
 
     Args:
-        query: [T, heads, D], the sequences one after the other; D a multiple of 8, last axis
-            contiguous, as in all tensors here.
-        key: [N, heads, D], likewise.
+        query: [T, heads, D], sequences concatenated; D a multiple of 8, last axis contiguous, as
+            in all tensors here.
+        key: [N, heads, D], sequences concatenated.
         value: [N, heads, D].
-        cu_query: [sequences + 1], int32: where each one's queries start, and T.
-        cu_key: [sequences + 1], int32: where each one's keys start, and N.
-        query_lens: of each sequence, known on the host.
-        key_lens: likewise; at least as many.
-        scale: of the logits.
+        cu_query: [sequences + 1], int32: start of each sequence's queries; then T.
+        cu_key: [sequences + 1], int32: start of each sequence's keys; then N.
+        query_lens: Queries of each sequence, known on the host.
+        key_lens: Keys of each sequence, at least as many, known on the host.
+        scale: Scale of the logits.
 
     Returns:
         [T, heads, D].
