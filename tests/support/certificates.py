@@ -1,4 +1,4 @@
-"""A certificate authority, and a certificate of it."""
+"""A certificate authority, and a certificate that it issued."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME = "node.example"
 def write_certificates(
     folder: Path, encryption: KeySerializationEncryption | None = None
 ) -> tuple[Path, Path, Path]:
-    """Files of an authority, of a certificate of it for `NAME` and 127.0.0.1, and of its key."""
+    """Write files: an authority, its certificate for `NAME` and 127.0.0.1, and its key."""
     ours, theirs = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     authority = _builder("kvbaton tests", "kvbaton tests", ours).add_extension(
         x509.BasicConstraints(ca=True, path_length=None), critical=True

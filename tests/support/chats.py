@@ -1,4 +1,4 @@
-"""Images, and requests with them."""
+"""Images, and chat requests with images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def picture(seed: int, width: int = 40, height: int = 32) -> bytes:
 
 
 def talk(*parts: str | bytes, max_tokens: int = 8, **fields: Any) -> dict[str, Any]:
-    """Body of a chat: text and images in this order; greedy and of a fixed length."""
+    """Body of a chat of texts and images in this order: greedy, of a fixed length."""
     content = [_part(part) for part in parts]
     return {
         "messages": [{"role": "user", "content": content}],

@@ -2,7 +2,7 @@
 
 A folder holds ``config.json``, ``generation_config.json``, ``model.safetensors``, and a byte-level
 BPE ``tokenizer.json`` with ``tokenizer_config.json`` and chat template. Equal arguments give equal
-files. The text is noise, but every part of the path to it is real.
+files. Generated text is noise, but every part of the path to it is real.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ CHAT_TEMPLATE = (
 )
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
-"""Of tensors, each with its name."""
+"""Names and shapes of tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
-    """What to make: a model of the family ``llama``, or of another one what derives from this.
+    """Specification of a model of the family ``llama``; subclasses are for other families.
 
     Attributes:
-        seed: of the weights.
-        vocab_size: of the model; at least the tokenizer's 384.
-        dtype: of the stored weights.
-        tied: output projection shares the embedding.
+        seed: Seed of the weights.
+        vocab_size: Vocabulary size of the model; at least the tokenizer's 384.
+        dtype: dtype of the stored weights.
+        tied: Whether the output projection shares the embedding.
     """
 
     seed: int = 0
@@ -66,11 +66,11 @@ class CheckpointSpec:
 
     @property
     def special_tokens(self) -> list[str]:
-        """Of the tokenizer."""
+        """Special tokens of the tokenizer."""
         return [BOS, EOS, TURN]
 
     def files(self, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
-        """Contents of the folder's JSON files, by name: ``config.json`` and others."""
+        """Contents of the folder's JSON files (``config.json`` and others), by name."""
         begin, end, turn = map(tokenizer.token_to_id, (BOS, EOS, TURN))
         config: dict[str, Any] = {
             "architectures": ["LlamaForCausalLM"],
@@ -106,7 +106,7 @@ class CheckpointSpec:
         }
 
     def shapes(self, config: dict[str, Any]) -> Shapes:
-        """Names and shapes of all tensors, as published checkpoints with this config have them."""
+        """Names and shapes of all tensors, as in published checkpoints with this config."""
         hidden, middle = self.hidden_size, self.intermediate_size
         rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab_size, hidden)
@@ -126,7 +126,7 @@ class CheckpointSpec:
             yield "lm_head.weight", (self.vocab_size, hidden)
 
     def weight(self, name: str, noise: Tensor) -> Tensor:
-        """A tensor of normal noise; activations stay near 1, so that no part goes unnoticed."""
+        """Make a weight from normal noise; activations stay near 1, so that every part matters."""
         if noise.dim() == 1:
             return 1 + 0.2 * noise
         if "embed_tokens" in name:
@@ -151,7 +151,7 @@ def make_checkpoint(folder: str | Path, spec: CheckpointSpec | None = None) -> P
 
 
 def write_config(folder: Path, spec: CheckpointSpec) -> dict[str, Any]:
-    """Write all of a folder but the weights; returns ``config.json``."""
+    """Write all files of a folder except the weights; returns ``config.json``."""
     tokenizer = _tokenizer(spec.special_tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
     files = spec.files(tokenizer)
@@ -161,7 +161,7 @@ def write_config(folder: Path, spec: CheckpointSpec) -> dict[str, Any]:
 
 
 def _tokenizer(special_tokens: list[str]) -> Tokenizer:
-    """A byte-level BPE trained on `CORPUS`; puts `BOS` before a text."""
+    """A byte-level BPE trained on `CORPUS`; it puts `BOS` before a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -181,7 +181,7 @@ def _tokenizer(special_tokens: list[str]) -> Tokenizer:
 def main() -> None:
     """``python -m tests.support.checkpoints FOLDER``: make a model for the demo."""
     parser = argparse.ArgumentParser(description="Make a small model with random weights.")
-    parser.add_argument("folder", metavar="FOLDER", help="where; made if need be")
+    parser.add_argument("folder", metavar="FOLDER", help="folder to write; created if missing")
     folder = parser.parse_args().folder
     spec = CheckpointSpec(
         hidden_size=512,

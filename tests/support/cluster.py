@@ -1,4 +1,4 @@
-"""A set of servers that live for many tests: started together, stopped together."""
+"""A set of servers shared by many tests: started together, stopped together."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Literal
 from tests.support.servers import START_S, Node, Router, Server, poll
 
 ENGINE = {"num-blocks": "256", "max-model-len": "512", "max-num-batched-tokens": "32"}
-"""Flags of every node here: several chunks for any prompt above 32 tokens."""
+"""Flags of every node: a prompt above 32 tokens takes several chunks."""
 
 SLOW_CHUNK = 128
-"""Tokens of a step of a model that takes tenths of a second for it."""
+"""Tokens of a step that takes the slow model tenths of a second."""
 
 DECODE = {"debug-poison": None, "debug-forbid-prompt-compute": None}
-"""D's blocks hold NaN until bytes arrive, and D may compute no prompt token but the last."""
+"""Flags of D: blocks hold NaN until bytes arrive, and only the last prompt token is computed."""
 
 
 class Cluster:
     """Starts servers, and stops them all at the end.
 
     Args:
-        folder: for their logs.
-        model: that nodes serve if nothing else is said.
+        folder: Folder for their logs.
+        model: Default model of the nodes.
     """
 
     def __init__(self, folder: Path, model: Path) -> None:
@@ -34,7 +34,7 @@ class Cluster:
     def start_router(
         self, name: str = "router", *flags: str, env: Mapping[str, str] | None = None
     ) -> Router:
-        # It hands over always, which is what most tests are about.
+        # Always hands over, since most tests are about hand-overs.
         words = ["router", "--port=0", f"--model={self.model}", "--policy=least-loaded"]
         words.append("--served-model-name=tiny")
         router = Router(name, [*words, *flags], self.folder, env=env)
@@ -53,18 +53,18 @@ class Cluster:
         names: Path | None = None,
         network: str = "",
     ) -> Node:
-        """Start a node; it comes up while the caller goes on, until `until_up`.
+        """Start a node in the background; `until_up` waits for it.
 
         Args:
-            role: what it is for others.
-            name: its node id.
-            flags: of its engine, beyond `ENGINE` (which encoder nodes do not know); None for a flag
-                without a value.
-            model: other than the cluster's.
-            router: to register with.
-            env: see `Server`.
-            names: see `Server`.
-            network: see `Server`.
+            role: Role of the node.
+            name: Node id.
+            flags: Flags of its engine beyond `ENGINE` (which encoder nodes do not have); None for
+                a flag without a value.
+            model: Model other than the cluster's.
+            router: Router to register with.
+            env: As for `Server`.
+            names: As for `Server`.
+            network: As for `Server`.
         """
         common = {"port": "0", "node-id": name, "served-model-name": "tiny"}
         common["model"] = str(model or self.model)
@@ -77,7 +77,7 @@ class Cluster:
         return node
 
     def until_up(self, *nodes: Node, router: Router | None = None, pairs: int = 0) -> None:
-        """Wait until nodes serve, and a router knows so many pairs."""
+        """Wait until nodes serve, and the router has `pairs` pairs."""
         for node in nodes:
             assert node.url
         if router is not None:
@@ -89,7 +89,7 @@ class Cluster:
             )
 
     def stop(self, servers: Iterable[Server] | None = None) -> None:
-        """Stop these, or all, the latest first."""
+        """Stop these servers, or all, in reverse order of start."""
         ending = list(self.servers[::-1] if servers is None else servers)
         for server in ending:
             server.ask_to_stop()

@@ -22,7 +22,7 @@ def digest_of(
     *,
     keep: bool = False,
 ) -> Pending[list[Sums]]:
-    """Per rank; see `Executor.digest` and `BlockRange`."""
+    """Digest sums per rank; see `Executor.digest` and `BlockRange`."""
     held = BlockRange(group, blocks, first_position, start, end)
     return executor.digest([held], keep=keep).then(lambda found: found[0])
 
@@ -30,6 +30,6 @@ def digest_of(
 def block_sums_reference(
     cache: Tensor, blocks: Tensor, first_position: int, start: int, end: int
 ) -> Tensor:
-    """`kernels.digest.block_sums` by NumPy."""
+    """NumPy reference for `kernels.digest.block_sums`."""
     size = cache.shape[-2]
     return table_sums_reference(cache, range_table(blocks, first_position, start, end, size))

@@ -1,4 +1,4 @@
-"""Drives an executor as the scheduler would."""
+"""Drives an executor in the place of the scheduler."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
 
 class Driver:
-    """Plays scheduler: hands out blocks in a scrambled order, builds plans, keeps all tokens.
+    """Acts as scheduler: allocates blocks in shuffled order, builds plans, keeps all tokens.
 
-    `tables` are those of the first KV group, `others` those of the other ones. With `poisons`,
-    blocks that a window has passed are filled with NaN: who reads them fails.
+    `tables` are the block tables of the first KV group, `others` those of the other groups. With
+    `poisons`, blocks behind a window are filled with NaN, so that a read of them shows.
     """
 
     poisons = False
@@ -62,7 +62,7 @@ class Driver:
         items: Sequence[Any] = (),
         item_rows: Sequence[Any] = (),
     ) -> int:
-        """A new sequence; the blocks in `cached` hold its first tokens already."""
+        """Add a sequence; the blocks in `cached` already hold its first tokens."""
 
         handle = len(self.tokens) + 1
         self.tokens[handle] = list(token_ids)
@@ -82,9 +82,9 @@ class Driver:
         drafts: Mapping[int, tuple[int, ...]] | None = None,
         **more: Any,
     ) -> dict[int, Any]:
-        """Compute (handle, tokens, samples) of each; returns what was sampled, by handle.
+        """Run a step of (handle, tokens, samples) items; returns sampled tokens by handle.
 
-        Drafts come by handle, beside the one token of a sequence that decodes.
+        Drafts, by handle, follow the one token of a decoding sequence.
         """
 
         self._number += 1
@@ -134,11 +134,11 @@ class Driver:
         return {sampled.handle: sampled for sampled in result.sampled}
 
     def left(self, handle: int) -> int:
-        """Known tokens that are not computed yet."""
+        """Number of known tokens that are not computed yet."""
         return len(self.tokens[handle]) - self.computed[handle]
 
     def generate(self, handle: int, count: int, *, chunk: int = 1000) -> list[int]:
-        """Prefill in chunks, then decode; the tokens generated."""
+        """Prefill in chunks, then decode; returns the generated tokens."""
         known = len(self.tokens[handle])
         while len(self.tokens[handle]) < known + count:
             tokens = min(chunk, self.left(handle))
@@ -154,9 +154,9 @@ class Driver:
         most_tokens: int = 24,
         cut: Callable[[int, int], int] = lambda handle, tokens: tokens,
     ) -> list[list[int]]:
-        """Random batches, decoding sequences first, until each has so many tokens; those.
+        """Run random batches, decoding sequences first, until each has `count` tokens; those.
 
-        Of each sequence fewer than `most_tokens` are computed at a time, as `cut` has it.
+        A step computes fewer than `most_tokens` tokens of a sequence, reduced by `cut`.
         """
         known = {handle: len(self.tokens[handle]) for handle in handles}
         while min(len(self.tokens[handle]) - before for handle, before in known.items()) < count:
@@ -168,7 +168,7 @@ class Driver:
         return [self.tokens[handle][before:] for handle, before in known.items()]
 
     def record_logits(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-        """Where the first rank's logits are kept from now on, of every step."""
+        """Record the first rank's logits of every step from now on, in the list returned."""
         worker: Any = self.executor.workers[0]
         model, logits, seen = worker.model, worker.model.logits, list[torch.Tensor]()
 
@@ -180,7 +180,7 @@ class Driver:
         return seen
 
     def wait(self, pending: Any) -> Any:
-        """Sums of one rank, once they are there."""
+        """Wait for the digest sums of the only rank."""
         deadline = time.monotonic() + PATIENCE_S
         while (found := pending.poll()) is None:
             assert time.monotonic() < deadline, "sums did not come"

@@ -1,4 +1,4 @@
-"""Images of noise, the items that they are, and requests to encode them."""
+"""Images of noise, their items, and requests to encode them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=
 
 
 def item_of(folder: Path, data: bytes, *, merge_size: int = 2) -> Item:
-    """The item that an image is for the model of a folder."""
+    """The item of an image for a folder's model."""
     frames, rows, columns = ImageReader(folder).read(data).grid
     return Item(
         start=0,
@@ -33,7 +33,7 @@ def item_of(folder: Path, data: bytes, *, merge_size: int = 2) -> Item:
 
 
 def padded(item: Item) -> int:
-    """Tokens of an item's prompt."""
+    """Number of tokens of an item's prompt."""
     return -(-item.length // ENCODER_BLOCK_ROWS) * ENCODER_BLOCK_ROWS
 
 
@@ -49,14 +49,14 @@ def request_for(item: Item, name: str, *, transfer: TransferSpec | None = None) 
 
 
 def values_of(folder: Path, data: bytes) -> tuple[Tensor, tuple[int, int, int]]:
-    """What a tower takes of an image, [patches, dim] float32, and its grid."""
+    """A tower's input for an image, [patches, dim] float32, and its grid."""
     reader = ImageReader(folder)
     patches, levels = reader.read(data), torch.from_numpy(reader.levels)
     return pixel_values(patches.pixels, levels, reader.frames), patches.grid
 
 
 def expected_rows(folder: Path, item: Item, dtype: str = "auto") -> Tensor:
-    """What the tower says of one image by itself: [rows, levels, hidden]."""
+    """The tower's output for one image alone: [rows, levels, hidden]."""
     model = load_model_config(folder, dtype)
     values, grid = values_of(folder, item.data)
     values = values.to(getattr(torch, model.dtype))
@@ -66,7 +66,7 @@ def expected_rows(folder: Path, item: Item, dtype: str = "auto") -> Tensor:
 
 
 def worker_of(executor: Executor) -> EncoderWorker:
-    """The one rank of an encoder."""
+    """The only rank of an encoder."""
     (worker,) = executor.workers
     assert isinstance(worker, EncoderWorker)
     return worker

@@ -1,7 +1,7 @@
-"""One engine core in a thread of the test's process, the wires to it held in hand.
+"""One engine core in a thread of the test's process, under the test's control.
 
-All parts are the real ones: scheduler, executor, transfer threads, control channels, protocol.
-Only the sockets to the HTTP process are replaced, by queues.
+Scheduler, executor, transfer threads, control channels and protocol are real. Only the sockets to
+the HTTP process are replaced, by queues.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ENGINE: Mapping[str, Any] = {
 
 
 def greedy(params: Mapping[str, Any]) -> SamplingParams:
-    """Greedy unless told otherwise, and never ended by an end token."""
+    """Sampling parameters: greedy by default, ignoring end tokens."""
     defaults = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "seed": 0}
     return SamplingParams(**(defaults | dict(params)))
 
@@ -71,8 +71,8 @@ class QueueMailbox:
     """`engine.core.Mailbox` without sockets.
 
     Args:
-        deliver: takes what the core sends, in the core's thread.
-        each_loop: called by the core's thread once per turn of its loop.
+        deliver: Receives the core's messages, in the core's thread.
+        each_loop: Called by the core's thread once per turn of its loop.
     """
 
     def __init__(self, deliver: Callable[[FromCore], None], each_loop: Callable[[], None]) -> None:
@@ -83,17 +83,17 @@ class QueueMailbox:
         self.killed = False
 
     def post(self, *messages: ToCore) -> None:
-        """Put messages in; the core sees them in one turn of its loop."""
+        """Post messages; the core receives them in one turn of its loop."""
         self._inbox.append(messages)
         os.eventfd_write(self._fd, 1)
 
     def kill(self) -> None:
-        """Make the next `receive` the last thing that the core does."""
+        """Kill the core at its next `receive`."""
         self.killed = True
         os.eventfd_write(self._fd, 1)
 
     def receive(self, timeout: float, wake_fd: int) -> list[ToCore]:
-        """See `engine.core.Mailbox.receive`."""
+        """As `engine.core.Mailbox.receive`."""
         poller = select.poll()
         for fd in (self._fd, wake_fd):
             poller.register(fd, select.POLLIN)
@@ -109,17 +109,17 @@ class QueueMailbox:
         return messages
 
     def send(self, message: FromCore) -> None:
-        """See `engine.core.Mailbox.send`."""
+        """As `engine.core.Mailbox.send`."""
         self._deliver(message)
 
     def close(self) -> None:
-        """Give the file descriptor back."""
+        """Close the file descriptor."""
         os.close(self._fd)
 
 
 @dataclass
 class Call:
-    """One request at one node, and what came back."""
+    """One request at one node, and its outputs."""
 
     node: Node
     request: AddRequest
@@ -128,7 +128,7 @@ class Call:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of choice 0 so far, checked to come without gaps."""
+        """Tokens of choice 0 so far; checks that there are no gaps."""
         found: list[int] = []
         for output in [o for o in self.outputs if o.choice == 0 and o.token_ids]:
             assert output.index == len(found), f"token {len(found)} came as {output.index}"
@@ -137,22 +137,22 @@ class Call:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, or None while it has not."""
+        """Reason of its end; None while it is running."""
         return next((o.finish_reason for o in list(self.outputs) if o.finish_reason), None)
 
     @property
     def error(self) -> str | None:
-        """What the last output says went wrong."""
+        """Error of the last output."""
         return next((o.error for o in list(self.outputs) if o.error), None)
 
     def over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the request has ended."""
         ended = sum(o.finish_reason is not None for o in list(self.outputs))
         assert ended <= self.request.params.n, f"ended {ended} times: {self.outputs}"
         return self.rejected is not None or ended == self.request.params.n
 
     def wait_tokens(self, count: int) -> None:
-        """Wait until so many tokens have come."""
+        """Wait until `count` tokens have arrived."""
         until(lambda: len(self.tokens) >= count or self.over(), f"{count} tokens")
         assert len(self.tokens) >= count, f"ended early: {self.outputs[-1:]} {self.rejected}"
 
@@ -163,12 +163,12 @@ class Call:
         return self.tokens
 
     def abort(self) -> None:
-        """What the HTTP process does when its client goes away."""
+        """Abort, as the HTTP process does when its client disconnects."""
         self.node.mailbox.post(AbortRequest(request_id=self.request.request_id))
 
 
 class Hold:
-    """Keeps one of the executor's threads busy; what it shall do next waits behind us."""
+    """Keeps one of the executor's threads busy, so that later work waits in its queue."""
 
     def __init__(self, pool: Executor) -> None:
         assert isinstance(pool, ThreadPoolExecutor)
@@ -193,11 +193,11 @@ class Hold:
         return began
 
     def waited_for(self) -> bool:
-        """Whether something is queued behind us: a core that waits for its step stands still."""
+        """Whether work is queued behind the hold: a core that waits for its step stands still."""
         return self._pool._work_queue.qsize() > 0
 
     def let_one_pass(self) -> None:
-        """Wait for something behind us, let it run, and hold what comes after it."""
+        """Wait for queued work, let one item run, and hold the next."""
         until(self.waited_for, "something to let pass")
         gate, self._gate = self._gate, threading.Event()
         began = self._submit(self._gate)
@@ -206,11 +206,11 @@ class Hold:
 
 
 class Node:
-    """One engine core in a thread of its own.
+    """One engine core in its own thread.
 
     Attributes:
-        imbalance: the largest that was seen in any turn of the core's loop.
-        failure: what ended the core's thread, other than `kill`.
+        imbalance: Largest imbalance of the ledger in any turn of the core's loop.
+        failure: Exception that ended the core's thread, other than by `kill`.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Node:
         self._numbers = itertools.count()
         self._buried = False
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step_costs, "TRIAL_S", 0.0)  # what steps take is not what tests ask
+            patch.setattr(step_costs, "TRIAL_S", 0.0)  # tests do not measure step costs
             self.core = build_engine(config, self.id, factories, self.mailbox).core
         self.scheduler = self.core.scheduler
         self._thread = threading.Thread(target=self._run, name=f"core-{name}")
@@ -235,14 +235,14 @@ class Node:
 
     @property
     def worker(self) -> CpuWorker:
-        """Its first rank."""
+        """The first rank."""
         worker = self.core.executor.workers[0]
         assert isinstance(worker, CpuWorker)
         return worker
 
     @property
     def transfers(self) -> TransferThread:
-        """Its transfer thread."""
+        """The transfer thread."""
         (found,) = (
             connector.transfers
             for connector in self.core.connectors
@@ -278,27 +278,27 @@ class Node:
     # --- requests and questions ---
 
     def add(self, request: AddRequest, *then: ToCore) -> Call:
-        """Send a request, and what shall reach the core with it."""
+        """Send a request, and messages that reach the core together with it."""
         call = self.calls[request.request_id] = Call(self, request)
         self.mailbox.post(request, *then)
         return call
 
     def add_together(self, requests: Sequence[AddRequest]) -> list[Call]:
-        """Send requests that reach the core at once, before it launches a step."""
+        """Send requests that reach the core together, before it launches a step."""
         calls = [Call(self, request) for request in requests]
         self.calls |= {call.request.request_id: call for call in calls}
         self.mailbox.post(*requests)
         return calls
 
     def generate(self, prompt: Sequence[int], **params: Any) -> Call:
-        """A request that has nothing to do with other nodes."""
+        """Send a request that this node serves alone."""
         name = f"alone-{next(self._numbers)}"
         return self.add(
             AddRequest(request_id=name, token_ids=array("I", prompt), params=greedy(params))
         )
 
     def ask(self, name: str, argument: Any = None) -> Any:
-        """Ask the core something."""
+        """Send the core a command; its answer."""
         number = next(self._numbers)
         self.mailbox.post(Command(command_id=number, name=name, argument=argument))
         until(lambda: number in self._replies or self.failure is not None, f"answer to {name}")
@@ -308,12 +308,12 @@ class Node:
         return reply.result
 
     def leases(self) -> int:
-        """Reservations that this source has taken, as its transfer thread knows it."""
+        """Number of reservations of this source, from its transfer thread."""
         found: int = self._transfer_state()["leases"]
         return found
 
     def sessions(self) -> list[dict[str, Any]]:
-        """Sessions with other nodes, as its transfer thread knows them."""
+        """Sessions with other nodes, from its transfer thread."""
         found: list[dict[str, Any]] = self._transfer_state()["sessions"]
         return found
 
@@ -322,19 +322,19 @@ class Node:
         return self.transfers.inspect(worker.state)["ledger"]
 
     def gauges(self) -> dict[str, float]:
-        """All gauges now."""
+        """Current gauges."""
         self.ask("metrics")
         assert self.metrics is not None
         return self.metrics.gauges
 
     def counters(self) -> dict[str, float]:
-        """All counters now."""
+        """Current counters."""
         self.ask("metrics")
         assert self.metrics is not None
         return self.metrics.counters
 
     def leftovers(self) -> dict[str, float]:
-        """What a node at rest does not have: sequences, owned blocks, quarantines, leases."""
+        """Non-zero gauges that are 0 at rest: sequences, owned blocks, quarantines, leases."""
         idle = tuple(f'owner="{owner}"}}' for owner in ("free", "cached", "null"))
         watched = ("kvbaton_sequences", "kvbaton_blocks{", "kvbaton_transfers_q", "kvbaton_leases")
         return {
@@ -347,19 +347,19 @@ class Node:
 
     @contextmanager
     def held_step(self) -> Iterator[Hold]:
-        """Let the step that the core launches next last until the end of the block."""
+        """Hold the step that the core launches next until the end of the block."""
         with Hold(self.worker.steps) as hold:
             yield hold
 
     @contextmanager
     def held_digests(self) -> Iterator[Hold]:
-        """Let no digest of arrived blocks be computed before the end of the block."""
+        """Hold digests of received blocks until the end of the block."""
         with Hold(self.worker.digests) as hold:
             yield hold
 
     @contextmanager
     def frozen_transfers(self) -> Iterator[None]:
-        """Stop the transfer thread for a while, as SIGSTOP would."""
+        """Stop the transfer thread until the end of the block, as SIGSTOP would."""
         began, gate = threading.Event(), threading.Event()
 
         def freeze() -> None:
@@ -376,7 +376,7 @@ class Node:
             thread.join()
 
     def strike(self) -> None:
-        """Let it say, write and take in nothing more, as SIGKILL would; then `bury` it."""
+        """End all its messages and writes, as SIGKILL would; `bury` it afterwards."""
 
         def die() -> None:
             raise Killed
@@ -389,7 +389,7 @@ class Node:
         self.mailbox.kill()
 
     def bury(self) -> None:
-        """Give back what it held in our process, once; waits for a step that is held."""
+        """Release its resources in this process, once; waits for a held step."""
         if self._buried:
             return
         self._buried = True

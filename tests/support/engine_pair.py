@@ -1,6 +1,6 @@
 """A prefill and a decode engine in threads of one process.
 
-KV moves by the memory transport, whose hub can hold writes in flight.
+KV is transferred by the memory transport, whose hub can hold writes in flight.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tests.support.making import making
 from tests.support.waiting import until
 
 PROMISE_S = 20.0
-"""Blocks are free again so long after an abort: before any deadline of `PATIENT`."""
+"""Seconds after an abort within which blocks are free: less than any deadline of `PATIENT`."""
 
 PATIENT = TransferTimers(resend=0.1, progress_deadline=60.0, total=60.0, lease=60.0)
-"""Answers come within milliseconds here, so questions may be repeated early."""
+"""Timers with long deadlines; messages are resent early, since answers take milliseconds."""
 
 Expected = Callable[..., list[int]]
 
@@ -38,11 +38,11 @@ class Pair:
     """A prefill node P and a decode node D; see the module's docstring.
 
     Args:
-        folder: the model.
-        timers: of the protocol.
-        transport: spec for both, or one per side.
-        p: engine settings of P.
-        d: engine settings of D.
+        folder: Folder of the model.
+        timers: Timers of the protocol.
+        transport: Spec for both sides, or one per side.
+        p: Engine settings of P.
+        d: Engine settings of D.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Pair:
         return of_p, of_d
 
     def hand_over(self, prompt: Sequence[int], **params: Any) -> tuple[Call, Call]:
-        """Send a prompt to both at the same time; returns P's call and D's."""
+        """Send a prompt to both at once; returns P's and D's call."""
         of_p, of_d = self.requests(prompt, **params)
         return self.p.add(of_p), self.d.add(of_d)
 
@@ -100,27 +100,27 @@ class Pair:
         """Send a prompt to D alone, as the target of a hand-over by P."""
         return self.d.add(self.requests(prompt, **params)[1])
 
-    # --- lives and ends ---
+    # --- start and end ---
 
     def start_p_again(self) -> None:
-        """Start P, which was killed, as another generation under the same control address."""
+        """Restart P after a kill, as a new generation with the same control address."""
         assert self.p in self._retired
         self.p.bury()
         port = int(self.address.rpartition(":")[2])
         self.p = self._start("p", HandoverFactory(self._config("memory", port), "prefill"))
 
     def kill(self, side: str) -> None:
-        """Kill one side; what it held is given back by `close`, for its threads may be held."""
+        """Kill one side. `close` releases its resources, since its threads may be held."""
         node: Node = getattr(self, side)
         self._retired.append(node)
         node.strike()
 
     def living(self) -> list[Node]:
-        """Nodes that were not killed."""
+        """Nodes that are alive."""
         return [node for node in (self.p, self.d) if node not in self._retired]
 
     def settle(self, seconds: float = PROMISE_S) -> None:
-        """Wait until both sides hold nothing any more; their ledgers have always balanced."""
+        """Wait until both sides are at rest; check that their ledgers always balanced."""
         for node in self.living():
             left: dict[str, float] = {}
 
@@ -136,7 +136,7 @@ class Pair:
         self.check()
 
     def check(self) -> None:
-        """Nothing broke on either side."""
+        """Check that neither side has failed."""
         for node in self.living():
             assert node.transfers.failure is None, f"{node.id.node}: {node.transfers.failure}"
         for node in (self.p, self.d, *self._retired):
@@ -144,7 +144,7 @@ class Pair:
             assert node.imbalance == 0, f"{node.id.node}: the ledger was off by {node.imbalance}"
 
     def close(self) -> None:
-        """Kill what lives, and give everything back."""
+        """Kill live nodes, and release all resources."""
         HUB.release()
         for node in self.living():
             self.kill(node.id.node)
@@ -152,25 +152,25 @@ class Pair:
             node.bury()
 
 
-# --- fixtures, for the conftest of whoever has a fixture `folder`: the model ---
+# --- fixtures, for a conftest with a fixture `folder` (the model) ---
 
 
 @pytest.fixture(autouse=True)
 def few_trial_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines try as few steps as they can; what they try with time has tests of its own."""
+    """Keep trial steps of engines to a minimum; trials over time have their own tests."""
     monkeypatch.setattr(step_costs, "TRIAL_S", 0.0)
 
 
 @pytest.fixture
 def make_pair(folder: Path) -> Iterator[Callable[..., Pair]]:
-    """Makes pairs, and ends them."""
+    """Make pairs, and close them at the end."""
     with making(partial(Pair, folder), Pair.close) as make:
         yield make
 
 
 @pytest.fixture(scope="session")
 def expected(folder: Path) -> Iterator[Expected]:
-    """What one node answers, that never heard of hand-overs."""
+    """Answers of a single node without hand-overs."""
     node = Node("alone", folder, HandoverFactory(HandoverConfig(transport="memory"), "decode"))
     known: dict[tuple[Any, ...], list[int]] = {}
 

@@ -1,8 +1,8 @@
-"""One node of a cell: a process with a whole engine, and the test's hand on it.
+"""One node of a matrix cell: a process with a whole engine, controlled by the test.
 
-The process is forked off one that has imported what it needs. In it runs all that a prefill or
-decode node has behind its sockets for HTTP: core, ranks, transfer thread, control channel, and a
-real transport. Requests and answers are lines of JSON.
+The process is forked from one that has already imported its modules. It runs all that a prefill or
+decode node has behind HTTP: core, ranks, transfer thread, control channel, and a real transport.
+Requests and answers are lines of JSON.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 32,
     "max_num_seqs": 8,
 }
-"""Settings of every node: prompts above 32 tokens take several chunks."""
+"""Engine settings of every node: prompts above 32 tokens take several chunks."""
 
 
 PATIENT = TransferTimers(progress_deadline=40.0, lease=60.0)
-"""Of hand-overs: sixteen pairs of ranks meet one after the other, on a busy machine in seconds."""
+"""Timers of hand-overs. Sixteen rank pairs connect in turn: seconds on a busy machine."""
 
 
 class NodeSpec(msgspec.Struct, frozen=True):
-    """What a node is.
+    """Specification of a node.
 
     Attributes:
-        role: ``alone`` has nothing to do with hand-overs.
-        model: a folder.
-        transport: of hand-overs.
-        settings: of its engine, beyond `ENGINE`; items, so that it can be a key.
+        role: Role; ``alone`` takes no part in hand-overs.
+        model: Folder of the model.
+        transport: Transport for hand-overs.
+        settings: Engine settings beyond `ENGINE`, as items, so that a spec is hashable.
     """
 
     role: Role
@@ -62,13 +62,13 @@ class _Ask(msgspec.Struct):
 
 
 class Books(msgspec.Struct):
-    """Counters, and what its hand-overs say of themselves.
+    """Counters of a node, and the story of its latest hand-over.
 
     Attributes:
-        counters: monotonic totals.
-        leftovers: what a node at rest does not have.
-        imbalance: the largest that was ever seen.
-        story: of the latest hand-over.
+        counters: Monotonic totals.
+        leftovers: Gauges that are 0 at rest.
+        imbalance: Largest imbalance of the ledger so far.
+        story: Events of the latest hand-over.
     """
 
     counters: dict[str, float]
@@ -84,10 +84,10 @@ class _Answer(msgspec.Struct):
 
 
 class NodeProcess:
-    """A node, seen from the test.
+    """Handle of a node, for the test.
 
     Attributes:
-        address: where peers reach it.
+        address: Control address for peers.
     """
 
     def __init__(self, spec: NodeSpec, log: Path) -> None:
@@ -115,23 +115,23 @@ class NodeProcess:
         self._send(_Ask(add=encode_to_core(request)))
 
     def result(self, request_id: str) -> list[int]:
-        """Its tokens, once it is over.
+        """Wait for a request's end; its tokens.
 
         Raises:
-            AssertionError: it has failed.
+            AssertionError: The request failed.
         """
         answer = self._send(_Ask(result=request_id))
         assert answer.error is None, f"{self.spec}: {answer.error}"
         return answer.tokens
 
     def books(self) -> Books:
-        """Its books, once it is at rest."""
+        """Wait until the node is at rest; its books."""
         books = self._send(_Ask(books=True)).books
         assert books is not None
         return books
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         os.close(self._ask)
         self._answers.close()
         self._process.wait()
@@ -154,7 +154,7 @@ def main(words: list[str]) -> None:
     """``python -m tests.support.engine_process SPEC``: serve until standard input ends."""
     spec = msgspec.json.decode(words[0], type=NodeSpec)
     quicken_ucx()
-    # UCX warns on standard output when a peer goes: answers have a descriptor of their own.
+    # UCX warns on standard output when a peer is lost: answers have their own descriptor.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     settings = ENGINE | {"encoder_only": spec.role == "encode"} | dict(spec.settings)

@@ -1,4 +1,4 @@
-"""A sound store that one process at a time may open, as embedded databases lock their folders."""
+"""A correct store for one process at a time, like embedded databases that lock their folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbaton.errors import StoreError
 
 
 class ExclusiveStore(FilesystemStore):
-    """Files under a lock that is held from `open` to `close`."""
+    """A filesystem store with a lock that is held from `open` to `close`."""
 
     def __init__(self, name: str, *, path: str) -> None:
         super().__init__(name, path=path)

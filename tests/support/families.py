@@ -1,7 +1,7 @@
 """Small random models of all families, in real Hugging Face folders: `FamilySpec`.
 
-That of a multimodal model has also ``preprocessor_config.json``; pixels are few there: a patch has
-4 x 4, an image becomes 4 to 100 rows of 8 x 8.
+The folder of a multimodal model also has ``preprocessor_config.json``. Images are small: a patch is
+4 x 4 pixels, and an image becomes 4 to 100 rows of 8 x 8 pixels.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class FamilySpec(CheckpointSpec):
-    """What `make_family` shall make.
+    """Specification for `make_family`.
 
     Attributes:
-        family: which model family.
-        config: further entries of ``config.json``, or others than ours; those of ``text_config``
-            and ``vision_config`` one by one.
-        shards: safetensors files, of more than one with an index.
+        family: Model family.
+        config: Entries of ``config.json`` to add or replace; those of ``text_config`` and
+            ``vision_config`` one by one.
+        shards: Number of safetensors files; more than one have an index.
     """
 
     family: Family = "llama"
@@ -75,11 +75,11 @@ class FamilySpec(CheckpointSpec):
         if name.endswith("layer_scalar"):
             return 1 + 0.2 * noise
         if noise.dim() == 1 and name.endswith(".weight"):
-            # Of some families 1 is added when it is read.
+            # Some families add 1 to the weight.
             plain = "linear_attn" in name or name.startswith("vision_tower")
             return 0.2 * noise + (self.family not in _OFFSET_NORMS or plain)
         if name.endswith("A_log"):
-            return noise - 3  # keeps something of the last hundred tokens
+            return noise - 3  # a decay that keeps a part of the last hundred tokens
         if name.endswith("bias"):
             return 0.2 * noise
         if name.endswith("_proj"):  # of all experts, inputs first
@@ -91,7 +91,7 @@ class FamilySpec(CheckpointSpec):
 
 
 def make_family(folder: Path, spec: FamilySpec) -> Path:
-    """As `make_checkpoint`, in as many files as asked for."""
+    """As `make_checkpoint`, in `spec.shards` files."""
     make_checkpoint(folder, spec)
     if spec.shards == 1:
         return folder
@@ -110,7 +110,7 @@ def make_family(folder: Path, spec: FamilySpec) -> Path:
 
 
 def without_embedding(folder: Path, token: int, to: Path) -> Path:
-    """A copy of a model folder, whose embedding of a token is NaN."""
+    """Copy a model folder, with NaN as the embedding of one token."""
     shutil.copytree(folder, to)
     for file in to.glob("*.safetensors"):
         tensors = load_file(file)
@@ -122,7 +122,7 @@ def without_embedding(folder: Path, token: int, to: Path) -> Path:
 
 
 def _shapes(spec: FamilySpec, config: dict[str, Any]) -> Shapes:
-    """Names and shapes of all tensors, as published checkpoints have them."""
+    """Names and shapes of all tensors, as in published checkpoints."""
     if "vision_config" in config:
         if spec.family == "gemma3_vl":
             yield from _siglip_shapes(config["vision_config"], spec.hidden_size)
@@ -181,7 +181,7 @@ def _shapes(spec: FamilySpec, config: dict[str, Any]) -> Shapes:
 
 
 def _attention_shapes(spec: FamilySpec, name: str, config: dict[str, Any]) -> Shapes:
-    """Projections of heads, and what else some families have."""
+    """Projections of attention, and further tensors of some families."""
     hidden, dim = spec.hidden_size, spec.head_dim
     rows = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim}
     rows["v"] = rows["k"]
@@ -201,7 +201,7 @@ def _attention_shapes(spec: FamilySpec, name: str, config: dict[str, Any]) -> Sh
 
 
 def _gemma4_shapes(spec: FamilySpec, layer: str, number: int, config: dict[str, Any]) -> Shapes:
-    """A layer's attention, its own input, and the scale of its output."""
+    """A layer's attention, its per-layer input, and the scale of its output."""
     name, size = f"{layer}.self_attn", config["hidden_size_per_layer_input"]
     hidden, dim, kv_heads = spec.hidden_size, spec.head_dim, spec.num_kv_heads
     full = config["layer_types"][number] == "full_attention"
@@ -226,7 +226,7 @@ def _gemma4_shapes(spec: FamilySpec, layer: str, number: int, config: dict[str, 
 
 
 def _latent_shapes(name: str, config: dict[str, Any]) -> Shapes:
-    """Projections to latents and from them."""
+    """Projections to and from latents (MLA)."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     rank, query, value = config["kv_lora_rank"], config["q_lora_rank"], config["v_head_dim"]
@@ -243,7 +243,7 @@ def _latent_shapes(name: str, config: dict[str, Any]) -> Shapes:
 
 
 def _linear_attention_shapes(layer: str, config: dict[str, Any]) -> Shapes:
-    """The gated delta rule of a layer, in the place of attention."""
+    """A layer's gated delta rule, instead of attention."""
     name, hidden = f"{layer}.linear_attn", config["hidden_size"]
     heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     keys = heads * config["linear_key_head_dim"]
@@ -306,7 +306,7 @@ def _mlp(
 
 
 def _tower_shapes(family: str, tower: dict[str, Any]) -> Shapes:
-    """Names and shapes of the tower's tensors, as published checkpoints have them."""
+    """Names and shapes of the tower's tensors, as in published checkpoints."""
     head = "model.visual" if family == "qwen3_vl" else "visual"
     norm = ["weight", "bias"] if family == "qwen3_vl" else ["weight"]
     hidden, patch = tower["hidden_size"], tower["patch_size"]

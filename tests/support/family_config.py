@@ -1,6 +1,6 @@
-"""What the folder of a small random model says of it (`families`): ``config.json`` and others.
+"""``config.json`` and other JSON files of small random models (`families`).
 
-Fields and their names are those of each family's published models, sizes are not.
+Fields are those of each family's published models; sizes are smaller.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ _SIGLIP: dict[str, Any] = {
     "vision_use_head": False,
 }
 GEMMA3_ROWS = 9
-"""Rows of an image of the family `gemma3_vl`: three by three squares of two by two patches."""
+"""Rows per image in the family `gemma3_vl`: 3 x 3 squares of 2 x 2 patches."""
 LATENT = ("deepseek_v2", "deepseek_v3")
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -215,14 +215,14 @@ _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 def family_config(
     family: Family, config: dict[str, Any], tokenizer: Tokenizer, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``config.json`` of a family, of a Llama's.
+    """``config.json`` of a family, derived from a Llama's.
 
     Args:
-        family: which.
-        config: of a Llama of the same sizes.
-        tokenizer: gives the ids of `VISION_TOKENS`.
-        changes: further entries, or others than ours; those of ``text_config`` and
-            ``vision_config`` one by one.
+        family: The family.
+        config: ``config.json`` of a Llama of the same sizes.
+        tokenizer: Gives the ids of `VISION_TOKENS`.
+        changes: Entries to add or replace; those of ``text_config`` and ``vision_config`` one by
+            one.
     """
     heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
     del config["model_type"], config["architectures"]
@@ -232,7 +232,7 @@ def family_config(
         config["num_key_value_heads"] = heads
         del config["head_dim"]
     config |= EXPERTS.get(family, {})
-    if family == "llama4":  # as published, not left to be worked out
+    if family == "llama4":  # explicit, as in published models
         turned = [int((layer + 1) % 3 != 0) for layer in range(num_layers)]
         config |= {"model_type": "llama4_text", "no_rope_layers": turned}
         config["layer_types"] = [("full_attention", "chunked_attention")[x] for x in turned]
@@ -261,7 +261,7 @@ def family_config(
 
 
 def tokenizer_changes(family: Family) -> dict[str, Any]:
-    """What ``tokenizer_config.json`` of a family has else than a Llama's."""
+    """Differences of a family's ``tokenizer_config.json`` from a Llama's."""
     if family == "gemma3_vl":  # its processor frames and repeats the placeholder
         short = VISION_CHAT_TEMPLATE.replace(VISION_START + IMAGE + VISION_END, VISION_START)
         named = {"boi_token": VISION_START, "image_token": IMAGE, "eoi_token": VISION_END}
@@ -273,12 +273,12 @@ def _nested_config(family: str, text: dict[str, Any], tokenizer: Tokenizer) -> d
     """``config.json`` as transformers saves it, around the language model's part.
 
     Args:
-        family: one of `VISION_FAMILIES` but Gemma's.
-        text: fields of the language model.
-        tokenizer: gives the ids of `VISION_TOKENS`.
+        family: One of `VISION_FAMILIES` except Gemma's.
+        text: Fields of the language model.
+        tokenizer: Gives the ids of `VISION_TOKENS`.
     """
     text = text | {"model_type": f"{family}_text", "dtype": text.pop("torch_dtype")}
-    # Shares of the frequencies as in the published models, 64 there.
+    # Sections in the proportions of the published models, which have 64 frequencies.
     half = text["head_dim"] // 2
     space = half * 5 // 16 if family == "qwen3_vl" else half * 3 // 8
     text["rope_parameters"] = {
@@ -300,7 +300,7 @@ def _nested_config(family: str, text: dict[str, Any], tokenizer: Tokenizer) -> d
 
 
 def _gemma3_config(text: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """``config.json`` as published models of Gemma 3 have it."""
+    """``config.json`` as in published models of Gemma 3."""
     del text["hidden_act"]
     tied = text.pop("tie_word_embeddings")
     return {
@@ -317,7 +317,7 @@ def _gemma3_config(text: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]
 
 
 def preprocessor_config(family: str, tower: dict[str, Any]) -> dict[str, Any]:
-    """``preprocessor_config.json``, in the form that the family's published models have."""
+    """``preprocessor_config.json``, in the form of the family's published models."""
     if family == "gemma3_vl":
         return {
             "do_convert_rgb": None,

@@ -1,4 +1,4 @@
-"""A store of which a call takes few keys."""
+"""A store that takes few keys per call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbaton.errors import StoreError
 
 
 class FewKeys(MemoryStore):
-    """Takes no more keys in a call than it declares."""
+    """Rejects calls with more keys than it declares."""
 
     def __init__(self, name: str, *, max_keys: int = 4) -> None:
         super().__init__(name, max_bytes=64 << 20)

@@ -1,9 +1,9 @@
-"""Processes that need not import all anew: forked off one that has imported what they need.
+"""Fast process starts: processes are forked from a server that has imported their modules.
 
-`fork_server` starts ``python -m tests.support.fork_server FD`` once; each request over that
-socket brings a `_Start` and the new process's three standard streams, and is answered with a pidfd
-of it. What the server imports must not start threads, which a fork would lose; where it has any,
-the new process executes Python afresh.
+`fork_server` starts ``python -m tests.support.fork_server FD`` once. Each request over that socket
+brings a `_Start` and the new process's three standard streams; the answer is its pidfd. Modules
+that the server imports must not start threads, which a fork would lose; if there are threads, the
+new process executes Python anew.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import NoReturn
 import msgspec
 
 SHARED = ("torch",)
-"""Takes seconds to import: the server has it once whoever asks has it."""
+"""Modules that take seconds to import: the server imports them if its client has them."""
 _MAX_BYTES = 1 << 20
 _ROOT = str(Path(__file__).parent.parent.parent)
 
@@ -40,22 +40,22 @@ class _Start(msgspec.Struct):
 
 
 class ForkedProcess:
-    """Another process, of which only a `pidfd` is known."""
+    """Another process, known only by its `pidfd`."""
 
     def __init__(self, pidfd: int) -> None:
         self.pidfd = pidfd
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal; nothing if it has ended."""
+        """Send a signal; no effect if the process has ended."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
-        """``SIGKILL``."""
+        """Send ``SIGKILL``."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the process has ended."""
         ended = select.poll()
         ended.register(self.pidfd, select.POLLIN)
         ended.poll()
@@ -65,7 +65,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The side of whoever wants processes; threads may share it."""
+    """Client of the fork server; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,13 +86,13 @@ class ForkServer:
         """Start ``python -m MODULE WORDS...``, which runs that module's `main` with the words.
 
         Args:
-            module: whose main to call.
-            words: its arguments.
-            streams: descriptors of its standard input, output and error.
-            imports: modules that it will need; those that can't be had are passed over.
+            module: Module whose `main` to call.
+            words: Its arguments.
+            streams: Descriptors of its standard input, output and error.
+            imports: Modules to import beforehand; failing imports are ignored.
 
         Raises:
-            OSError: the server has ended.
+            OSError: The server has ended.
         """
         imports = [*imports, *(name for name in SHARED if name in sys.modules)]
         request = _Start(module, list(words), dict(os.environ), imports)
@@ -104,13 +104,13 @@ class ForkServer:
         return ForkedProcess(pidfds[0])
 
     def close(self) -> None:
-        """End the server; what it has started lives on."""
+        """End the server; processes that it has started live on."""
         self._socket.close()
         self._process.wait()
 
 
 def fork_server() -> ForkServer:
-    """The one of this process and folder."""
+    """The fork server of this process and working directory."""
     return _fork_server(os.getpid(), os.getcwd())
 
 
@@ -121,18 +121,18 @@ def _fork_server(pid: int, folder: str) -> ForkServer:
 
 def _serve(requests: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then forgets whoever has ended
-    gc.disable()  # what is imported stays
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps children itself
+    gc.disable()  # imported objects stay anyway
     while True:
         data, streams, _, _ = socket.recv_fds(requests, _MAX_BYTES, 3)
         if not data:
             return
         start = msgspec.msgpack.decode(data, type=_Start)
         for name in [*start.imports, start.module]:
-            with suppress(Exception):  # the new process will fail with it, and say so
+            with suppress(Exception):  # the new process fails with the same error, and reports it
                 importlib.import_module(name)
         alone = len(os.listdir("/proc/self/task")) == 1
-        gc.freeze()  # to look for garbage in what is imported would copy its memory, too
+        gc.freeze()  # a collection would touch, and so copy, the imports' memory
         held, begin = os.pipe()
         pid = os.fork()
         if not pid:
@@ -141,14 +141,14 @@ def _serve(requests: socket.socket) -> None:
             os.read(held, 1)
             os.close(held)
             _become(start, streams, alone)
-        pidfd = os.pidfd_open(pid)  # nobody's, once it had ended: so it begins only now
+        pidfd = os.pidfd_open(pid)  # it starts only now: after its end, its id could be reused
         socket.send_fds(requests, [b"+"], [pidfd])
         for descriptor in (begin, held, pidfd, *streams):
             os.close(descriptor)
 
 
 def _become(start: _Start, streams: Sequence[int], alone: bool) -> NoReturn:
-    """In the new process."""
+    """Run in the new process."""
 
     def run() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -168,7 +168,7 @@ def _become(start: _Start, streams: Sequence[int], alone: bool) -> NoReturn:
 
 
 def end_with(run: Callable[[], object]) -> NoReturn:
-    """In a process just forked: run this, and end as Python does after it."""
+    """In a forked process: run `run`, and exit as Python does."""
     status = 1
     try:
         status = exit_status(run)
@@ -179,7 +179,7 @@ def end_with(run: Callable[[], object]) -> NoReturn:
 
 
 def exit_status(run: Callable[[], object]) -> int:
-    """What a process ends with that runs this; says why where Python does."""
+    """Exit status of a process that runs `run`; errors are printed as by Python."""
     try:
         run()
     except SystemExit as end:

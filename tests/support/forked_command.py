@@ -1,9 +1,9 @@
-"""``kvbaton`` as a process that need not import all anew, and neither need what it starts.
+"""``kvbaton`` as a forked process, which starts fast, as do the processes that it starts.
 
-An engine's core, and the router and nodes of ``kvbaton up``, are forked as it is itself: off a
-process that has imported what they need (see `tests.support.fork_server`); torch alone takes
-1.5 s. They are processes like any others, with their own session, arguments, environment and
-standard streams; only ``exec`` is left out.
+The command, an engine's core, and the router and nodes of ``kvbaton up`` are forked from a process
+that has imported their modules (see `tests.support.fork_server`); importing torch alone takes 1.5
+s. They are ordinary processes, with their own session, arguments, environment and standard streams;
+only ``exec`` is skipped.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ MS_REC, MS_PRIVATE = 0x4000, 0x40000
 
 
 class ForkedCommand:
-    """A command, with as much of `subprocess.Popen` as tests need.
+    """A command, with the subset of `subprocess.Popen` that tests need.
 
     Args:
-        words: of the command line.
-        output: descriptor that takes what it writes.
-        names: a file with addresses by host name (JSON), which is read at each look-up, as DNS is.
-        env: beyond our own.
-        network: a network namespace to run in, by `ip`'s name for it, with a process table of its
-            own; it then takes no signal but ``SIGKILL`` and ``SIGSTOP``.
+        words: Arguments of the command line.
+        output: Descriptor for its output.
+        names: File of addresses by host name (JSON), read at each look-up, like DNS.
+        env: Variables added to the test's environment.
+        network: Name (of `ip`) of a network namespace to run in, with its own process table; the
+            process then receives only ``SIGKILL`` and ``SIGSTOP``.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ForkedCommand:
         self.pid = int(pid)
 
     def poll(self) -> int | None:
-        """Its exit status, as from `subprocess`: of any signal -9; None while it runs."""
+        """Exit status as from `subprocess`, -9 for any signal; None while it runs."""
         if not wait([self._process.pidfd], 0):
             return None
         if self._close_status.alive:
@@ -92,7 +92,7 @@ class ForkedCommand:
         """Wait for its end; returns its exit status.
 
         Raises:
-            TimeoutExpired: it goes on.
+            TimeoutExpired: It is still running.
         """
         if not wait([self._process.pidfd], timeout):
             raise subprocess.TimeoutExpired("kvbaton", timeout or 0)
@@ -101,11 +101,11 @@ class ForkedCommand:
         return status
 
     def terminate(self) -> None:
-        """``SIGTERM``."""
+        """Send ``SIGTERM``."""
         self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """``SIGKILL``."""
+        """Send ``SIGKILL``."""
         self._process.kill()
 
 
@@ -113,14 +113,14 @@ class ForkedCommand:
 
 
 def main(words: list[str]) -> None:
-    """Run a command; it ends with the fork server, which ends with the tests."""
+    """Run a command. It dies with the fork server, which dies with the tests."""
     told, names, network, env, *words = words
     file = open(told, "wb", buffering=0)
     os.environ.update(json.loads(env))
     if names:
         socket.getaddrinfo = partial(_look_up, Path(names), socket.getaddrinfo)
 
-    os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")  # with a thread no core could be forked
+    os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")  # with more threads no core can be forked
     quicken_ucx()
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
 
@@ -137,7 +137,7 @@ def main(words: list[str]) -> None:
 
 
 def _isolate(network: str) -> None:
-    """Go on as the first process of new namespaces, as in a container; this one waits for it."""
+    """Continue as the first process of new namespaces, as in a container; the parent waits."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{network}") as file:
         failed = [libc.setns(file.fileno(), CLONE_NEWNET)]
@@ -153,24 +153,24 @@ def _isolate(network: str) -> None:
 
 
 def quicken_ucx() -> None:
-    """Let UCX watch no memory: it spins for 0.4 s to patch the code of its hooks.
+    """Disable UCX's memory hooks: it spins for 0.4 s to patch their code.
 
-    They serve its cache of registrations, which what we register ourselves needs not. The tests'
-    own processes, and those that execute Python afresh, have them as UCX has by itself. (Its other
-    way, by tables of addresses, mixes two allocators: a core died of it.)
+    The hooks serve its registration cache, which memory that kvbaton registers does not need. The
+    tests' own processes, and those that execute Python anew, keep UCX's default. (Its alternative,
+    relocation tables, mixes two allocators, which has crashed a core.)
     """
     os.environ.setdefault("UCX_MEM_EVENTS", "n")
 
 
 def _command(words: list[str]) -> NoReturn:
-    """``kvbaton`` with these words."""
+    """Run ``kvbaton`` with these arguments."""
     from kvbaton import cli
 
     sys.exit(cli.main(words))
 
 
 def _look_up(names: Path, real: Callable[..., Any], host: Any, *args: Any, **kwargs: Any) -> Any:
-    """As `socket.getaddrinfo`, with a file's addresses of the names in it."""
+    """As `socket.getaddrinfo`, but with a file's addresses for the names in it."""
     addresses = json.loads(names.read_text()).get(host, [host])
     return [found for one in addresses for found in real(one, *args, **kwargs)]
 
@@ -179,7 +179,7 @@ _spawn: Callable[..., int] = multiprocessing.util.spawnv_passfds
 
 
 def _fork(path: bytes, args: Sequence[str], passfds: Sequence[int]) -> int:
-    """What multiprocessing calls to execute Python in a new process; returns its id."""
+    """Replaces multiprocessing's execution of Python in a new process; returns its id."""
     alone = len(os.listdir("/proc/self/task")) == 1
     if not alone or "--multiprocessing-fork" not in args:
         return _spawn(path, args, passfds)
@@ -198,8 +198,8 @@ _exec: Callable[..., int] = subprocess._fork_exec  # type: ignore[attr-defined]
 
 
 def _fork_kvbaton(args: Sequence[str], *rest: Any) -> int:
-    """What `subprocess` calls to execute a program in a new process; returns its id."""
-    # Threads that wait for a child hold nothing that the new process would miss.
+    """Replaces `subprocess`'s execution of a program in a new process; returns its id."""
+    # Threads that wait for a child hold no lock that the new process would need.
     others = {one.name for one in threading.enumerate() if one is not threading.main_thread()}
     waiting = all(name.startswith("asyncio-waitpid-") for name in others)
     alone = waiting and len(os.listdir("/proc/self/task")) == len(threading.enumerate())
@@ -225,7 +225,7 @@ def _fork_kvbaton(args: Sequence[str], *rest: Any) -> int:
 
 
 def _become(passfds: Sequence[int], run: Callable[[], None]) -> NoReturn:
-    """Run this in a process just forked, with these descriptors beyond the standard ones."""
+    """In a forked process: run `run`, with these descriptors besides the standard ones."""
 
     def alone() -> None:
         signal.set_wakeup_fd(-1)

@@ -1,4 +1,4 @@
-"""Imported by multiprocessing's fork server, so that an engine's core begins with all it needs."""
+"""Imported by multiprocessing's fork server, so that engine cores start with all imports done."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The kit's far processes, forked off one that has imported what they need.
+"""The kit's remote processes, forked from one that has imported their modules.
 
-A run of the kit starts dozens of them, and these tests run it over dozens of connectors.
+A run of the kit starts dozens of them, and tests run it over dozens of connectors.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.support.fork_server import fork_server
 
 
 class ForkedPopen:
-    """As much of `subprocess.Popen` as a `RemoteProcess` needs.
+    """The subset of `subprocess.Popen` that `RemoteProcess` needs.
 
     Args:
-        module: whose main is called.
-        words: with these arguments.
-        imports: modules that it will need.
-        errors: descriptor of its standard error.
+        module: Module whose `main` is called.
+        words: Its arguments.
+        imports: Modules to import beforehand.
+        errors: Descriptor for its standard error.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ForkedPopen:
         self.stdin, self.stdout = open(ours_in, "wb", 0), open(ours_out, "rb", 0)
         try:
             streams = [theirs_in, theirs_out, errors]
-            with kits_own_time():  # the server imports what the process needs
+            with kits_own_time():  # the server imports the process' modules
                 self._process = fork_server().start(module, words, streams, imports)
         finally:
             os.close(theirs_in)
@@ -45,16 +45,16 @@ class ForkedPopen:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """``SIGKILL``."""
+        """Send ``SIGKILL``."""
         self._process.kill()
 
     def wait(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the process has ended."""
         self._process.wait()
 
 
 def popen(command: Sequence[str], **options: Any) -> ForkedPopen | Popen[bytes]:
-    """In place of `subprocess.Popen`: workers of the kit are forked."""
+    """Replaces `subprocess.Popen`: the kit's workers are forked."""
     _, *words = command
     if words[:2] != ["-m", WORKER]:
         return Popen(command, **options)

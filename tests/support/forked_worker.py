@@ -1,4 +1,4 @@
-"""Imported by multiprocessing's fork server, so that what is forked off it can die with it."""
+"""Imported by multiprocessing's fork server, so that processes forked from it die with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An app on a real socket in a thread of its own, and what hypothesis makes of its description."""
+"""An app on a real socket in its own thread, fuzzed from its OpenAPI description."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ OF_BOTH = [
     ("GET", "/load"),
     ("GET", "/metrics"),
 ]
-"""Operations that nodes and routers have."""
+"""Operations of both nodes and routers."""
 
 
 class Background:
     """An event loop in a thread.
 
     Attributes:
-        complaints: what died unseen in it.
-        url: where the app serves.
+        complaints: Exceptions that nothing else handled.
+        url: URL of the app.
     """
 
     def __init__(self, start: Callable[[AsyncExitStack], Awaitable[str]]) -> None:
@@ -64,11 +64,11 @@ class Background:
         self.url: str = self.wait(start(self._stack))
 
     def wait(self, work: Any) -> Any:
-        """Run a coroutine there."""
+        """Run a coroutine on the loop, and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     def close(self) -> None:
-        """End all that was started, and the thread."""
+        """End everything started, and the thread."""
         self.wait(self._stack.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
@@ -76,7 +76,7 @@ class Background:
         assert self.complaints == [], "a task died unseen"
 
     def description(self) -> Any:
-        """Its OpenAPI description, as it serves it."""
+        """The OpenAPI description that the app serves."""
         return schemathesis.openapi.from_url(f"{self.url}/openapi.json")
 
 
@@ -87,7 +87,7 @@ def described(api: Any) -> set[tuple[str, str]]:
 
 
 def fuzz(api: Any, method: str, path: str, model: str) -> None:
-    """Send requests that fit the description, and requests that do not; none may break a server."""
+    """Send requests that match the description, and ones that don't; none may break the server."""
     operation = api[path][method]
     requests = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
     has_body = "requestBody" in operation.definition.raw
@@ -98,7 +98,7 @@ def fuzz(api: Any, method: str, path: str, model: str) -> None:
     @given(requests)
     def ask(case: Any) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
-            case.body["model"] = model  # any other is a 404, whatever else the request says
+            case.body["model"] = model  # any other model gives 404, whatever the rest is
         case.call_and_validate(checks=CHECKS, timeout=20)
 
     ask()

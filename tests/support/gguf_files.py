@@ -1,4 +1,4 @@
-"""Writes GGUF files from Hugging Face folders, with llama.cpp's own package."""
+"""Writes GGUF files from Hugging Face folders, with llama.cpp's package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 
 def permute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
-    """As convert_hf_to_gguf.py of llama.cpp does with q and k of Llama."""
+    """Permute q or k of a Llama as llama.cpp's convert_hf_to_gguf.py does."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
@@ -26,14 +26,14 @@ def write_gguf(
     """Write a folder's model as one file.
 
     Args:
-        folder: of a small model.
-        target: the file.
-        kind: of all matrices.
-        pre: name of the way to split texts.
-        more: further fields, by key with two underscores for a dot.
+        folder: Folder of a small model.
+        target: File to write.
+        kind: Type of all matrices.
+        pre: Name of the pre-tokenizer.
+        more: Further fields; their keys have two underscores for a dot.
 
     Returns:
-        The weights by Hugging Face's names, after quantising and back.
+        The dequantised weights by Hugging Face's names.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = config["model_type"]

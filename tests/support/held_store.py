@@ -1,4 +1,4 @@
-"""A store over a dictionary that a test holds in its hand: it can stop, fail and damage it."""
+"""A store over a dictionary that a test controls: it can hold, fail and damage it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HOLD_S = 2 * PATIENCE_S
 
 
 class Box:
-    """What a `HeldStore` keeps, and what is done to it.
+    """Content of a `HeldStore`, and its faults.
 
     Attributes:
-        spec: names a store over it.
-        objects: by key.
-        calls: objects per kind of call: ``lookup``, ``load``, ``store``, ``delete``.
-        failing: kinds of calls that raise.
-        lost: keys that a lookup sees and a load misses.
+        spec: Spec of a store over this box.
+        objects: Objects by key.
+        calls: Number of objects by kind of call: ``lookup``, ``load``, ``store``, ``delete``.
+        failing: Kinds of calls that raise.
+        lost: Keys that a lookup finds and a load misses.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,7 +42,7 @@ class Box:
 
     @contextmanager
     def held(self, kind: str) -> Iterator[None]:
-        """Let no call of a kind go on before the end of the block."""
+        """Hold calls of a kind until the end of the block."""
         self._gates[kind].clear()
         try:
             yield
@@ -54,7 +54,7 @@ class Box:
         return self._waiting[kind] > 0
 
     def enter(self, kind: str, count: int = 1) -> None:
-        """Every call comes by here."""
+        """Count a call, wait while it is held, and fail if it has to; all calls use this."""
         with self._lock:
             self.calls[kind] += count
             self._waiting[kind] += 1
@@ -74,11 +74,11 @@ class Box:
 
 
 BOXES: dict[str, Box] = {}
-"""By name, so that a node's spec can name one."""
+"""Boxes by name, so that a node's spec can refer to one."""
 
 
 class Backend:
-    """See `connectors.stores.threaded.Backend`."""
+    """As `connectors.stores.threaded.Backend`, over a box."""
 
     capabilities = StoreCapabilities(persistent=True, shared=True, pins=False, max_keys=16)
 
@@ -90,7 +90,7 @@ class Backend:
         """Nothing to do."""
 
     def health(self) -> str | None:
-        """Always well."""
+        """Always healthy."""
         return None
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -119,7 +119,7 @@ class Backend:
         return sum(self.box.objects.pop(key, None) is not None for key in keys)
 
     def usage(self) -> Usage:
-        """What is in the box."""
+        """Usage of the box."""
         return Usage(len(self.box.objects), sum(map(len, self.box.objects.values())))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""An indexer that knows KV events from their description alone: `docs/kv_events.md`."""
+"""An indexer of KV events, written only from their description in `docs/kv_events.md`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUIET_MS = 300
 
 
 class Stored(msgspec.Struct, array_like=True, tag="BlockStored"):
-    """As an early vLLM sent it: what has come since is at the end, and is skipped."""
+    """The fields of an early vLLM; later fields are at the end, and skipped."""
 
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
@@ -45,9 +45,10 @@ decode = msgspec.msgpack.Decoder(Batch).decode
 
 
 class Index:
-    """What a node has, by its events: per group, the tokens of each block and its parent.
+    """Blocks of a node by its events: per group, the tokens of each block and its parent.
 
-    `strict` refuses to lose what it never had. After a snapshot that can happen: it may be ahead.
+    `strict` rejects removals of unknown blocks. These may occur after a snapshot, which can be
+    ahead of the events.
     """
 
     def __init__(self, *, strict: bool = True) -> None:
@@ -88,7 +89,7 @@ class Index:
 
 
 class Subscriber:
-    """Follows a publisher, and makes good for what it has missed."""
+    """Follows a publisher, and requests replays of missed batches."""
 
     def __init__(self, endpoint: str, replay: str | None, topic: str = "") -> None:
         self.index = Index()
@@ -107,7 +108,7 @@ class Subscriber:
         self._context.destroy(0)
 
     def missed(self) -> list[tuple[int, bytes]]:
-        """Batches that have come, unapplied: as if they had been lost."""
+        """Drop received batches without applying them, as if they had been lost; the batches."""
         return [(number, payload) for _, number, payload in self._arrived()]
 
     def _arrived(self) -> list[tuple[str, int, bytes]]:
@@ -118,7 +119,7 @@ class Subscriber:
         return batches
 
     def follow(self, until: int) -> None:
-        """Apply batches until one has that number; ask for those that are missing."""
+        """Apply batches up to number `until`; request replays of missing ones."""
         while self.last < until:
             assert self._sub.poll(ANSWER_MS), f"only {self.last} of {until} batches came"
             _, number, payload = self._sub.recv_multipart()
@@ -138,14 +139,14 @@ class Subscriber:
             self.last = number
 
     def load(self) -> None:
-        """Take a snapshot."""
+        """Load a snapshot."""
         self.index = Index(strict=False)
         for number, payload in self.ask(b"snapshot"):
             self.index.apply(payload)
             self.last = number
 
     def ask(self, *frames: Any) -> list[tuple[int, bytes]]:
-        """A request on the replay socket; all replies but the last one, which says so."""
+        """Send a request on the replay socket; all replies before the one that marks the end."""
         self._ask.send_multipart((b"", *frames))
         replies: list[tuple[int, bytes]] = []
         while True:

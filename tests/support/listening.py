@@ -1,4 +1,4 @@
-"""Applications in the test's own loop."""
+"""Applications served on the test's event loop."""
 
 from __future__ import annotations
 

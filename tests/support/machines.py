@@ -1,4 +1,4 @@
-"""Machines of a test: network namespaces, in which scripts run as they stand, ports and all."""
+"""Machines of a test: network namespaces, in which scripts run unchanged, ports included."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def run(*words: str) -> str:
 
 
 class Machine:
-    """A namespace with a loopback of its own. Its processes end with it.
+    """A network namespace with its own loopback. Its processes end with it.
 
     Args:
-        folder: for what its processes write.
+        folder: Folder for output of its processes.
 
     Attributes:
-        inside: runs a command there. (``ip netns exec`` would hide what is mounted below /sys.)
+        inside: Command prefix to run a command there. (``ip netns exec`` would hide mounts below
+            /sys.)
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +52,7 @@ class Machine:
         run("ip", "-n", self.name, "link", "set", "lo", "up")
 
     def connect(self, other: Machine, ours: str, theirs: str) -> None:
-        """Lay a cable; both get an address."""
+        """Connect two machines; both get an address."""
         ends = (f"{self.name}c", f"{other.name}d")
         run("ip", "link", "add", ends[0], "type", "veth", "peer", ends[1])
         for machine, end, address in ((self, ends[0], ours), (other, ends[1], theirs)):
@@ -60,7 +61,7 @@ class Machine:
             run("ip", "-n", machine.name, "link", "set", end, "up")
 
     def start(self, words: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        """Run a command here, with ours on the path."""
+        """Start a command on this machine, with the test's Python on the path."""
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         ours = {"PATH": path, "OMP_NUM_THREADS": "1", "UCX_TLS": "tcp,self"}
         with self.log.open("ab") as log:
@@ -76,7 +77,7 @@ class Machine:
             )
 
     def curl(self, *words: str) -> tuple[int, str]:
-        """Status of the command, and the answer."""
+        """Run ``curl``; its exit status and the answer."""
         done = subprocess.run(
             [*self.inside, "curl", "-sS", "--max-time", "60", *words],
             capture_output=True,
@@ -86,7 +87,7 @@ class Machine:
         return done.returncode, done.stdout + done.stderr
 
     def get(self, url: str, *words: str) -> Any:
-        """What a server answers, if it is JSON; None if it does not."""
+        """GET a JSON document; None if there is no answer."""
         status, answer = self.curl("--fail", *words, url)
         return json.loads(answer) if status == 0 else None
 
@@ -97,7 +98,7 @@ class Machine:
         return json.loads(answer)
 
     def until_pairs(self, router: str, count: int, *words: str) -> Any:
-        """Wait until a router knows so many pairs, of prompts and of encoder outputs together."""
+        """Wait until a router has `count` pairs, for prompts and encoder outputs together."""
 
         def found() -> Any:
             self.check()
@@ -120,7 +121,7 @@ class Machine:
         return total
 
     def check(self) -> None:
-        """What was started goes on."""
+        """Check that all started processes are running."""
         for process in self._started:
             assert process.poll() is None, f"it ended with {process.poll()}\n{self.said()}"
 
@@ -128,7 +129,7 @@ class Machine:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
 
     def stop(self) -> None:
-        """SIGTERM for all; each must end by itself, and leave nothing behind."""
+        """Send SIGTERM to all; each must exit by itself, and leave no process behind."""
         for process in self._started:
             if process.poll() is None:
                 process.terminate()

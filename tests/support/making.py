@@ -1,4 +1,4 @@
-"""Fixtures that make what a test asks them for."""
+"""Factory fixtures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @contextmanager
 def making(make: Callable[P, T], end: Callable[[T], object]) -> Iterator[Callable[P, T]]:
-    """As `make`, whose results are all ended with the block, in the order in which they came."""
+    """A factory like `make`; all results are ended with the block, in order of creation."""
     made: list[T] = []
 
     def one(*args: P.args, **kwargs: P.kwargs) -> T:

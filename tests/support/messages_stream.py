@@ -1,4 +1,4 @@
-"""Reads streams of Anthropic's Messages API, and checks them as it does."""
+"""Reads and checks streams of Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def data_of(stream: bytes) -> list[Any]:
-    """The events of a stream, each named as its type; pings left out."""
+    """The events of a stream, without pings; checks that each is named by its type."""
     found = []
     for frame in stream.decode().removesuffix("\n\n").split("\n\n"):
         head, data = frame.split("\n")
@@ -18,7 +18,7 @@ def data_of(stream: bytes) -> list[Any]:
 
 
 def assembled(events: list[Any]) -> Any:
-    """The message that a stream tells, checked as it comes."""
+    """The message that a stream gives; checks each event."""
     first, *middle, delta, last = events
     assert (first["type"], last) == ("message_start", {"type": "message_stop"})
     message = first["message"]

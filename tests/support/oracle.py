@@ -1,4 +1,4 @@
-"""What transformers says to the same tokens, on one node, without any cache of ours."""
+"""Reference outputs by transformers, without any of kvbaton's caches."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 class Oracle:
-    """A transformers model, asked for what a served one should say."""
+    """A transformers model that gives the expected outputs of a served one."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> Tensor:
-        """Of the token after these, [vocab]."""
+        """Logits of the token after these, [vocab]."""
         logits: Tensor = self._model(torch.tensor([list(token_ids)])).logits[0, -1]
         return logits
 
     @torch.inference_mode()
     def greedy(self, token_ids: Sequence[int], count: int, guess: Sequence[int] = ()) -> list[int]:
-        """The next tokens, each the likeliest; where they are the guess, one pass tells so."""
+        """The next tokens, greedily; a correct guess of them needs only one forward pass."""
         known = list(token_ids)
         if len(guess) == count > 0:
             logits = self._model(torch.tensor([[*known, *guess[:-1]]])).logits[0, len(known) - 1 :]
@@ -44,7 +44,7 @@ class Oracle:
     def warped(
         self, token_ids: Sequence[int], *, temperature: float, top_k: int, top_p: float
     ) -> Tensor:
-        """Probabilities of the next token after transformers' warpers, [vocab]."""
+        """Probabilities of the next token by transformers' warpers, [vocab]."""
         from transformers import (
             LogitsProcessorList,
             TemperatureLogitsWarper,

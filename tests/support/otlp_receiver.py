@@ -1,4 +1,4 @@
-"""A collector of traces in this process: OTLP over HTTP, decoded by the standard's own types."""
+"""A trace collector in this process: OTLP over HTTP, decoded by the standard's types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.waiting import until
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """A span as it arrived; ids in hex, times in seconds of the epoch."""
+    """A received span; ids in hex, times in seconds since the epoch."""
 
     name: str
     trace_id: str
@@ -34,20 +34,20 @@ class ReceivedSpan:
 
     @property
     def paths(self) -> list[str]:
-        """Tokens on whose critical path it is."""
+        """Tokens on whose critical path the span is."""
         return list(self.attributes.get("kvbaton.critical_path", ()))
 
 
 class OtlpReceiver:
-    """Listens in threads of its own for as long as the context lasts.
+    """Listens in its own threads while the context lasts.
 
     Attributes:
-        status: answered to exports.
-        exports: how many came.
+        status: HTTP status of answers to exports.
+        exports: Number of exports received.
     """
 
     def __init__(self) -> None:
-        # Not where this module is imported: GPU machines lack it, and their tests need no traces.
+        # Imported here only: GPU machines lack it, and their tests need no traces.
         types = "opentelemetry.proto.collector.trace.v1.trace_service_pb2"
         self._types = pytest.importorskip(types)
         self.status, self.exports = 200, 0
@@ -66,7 +66,7 @@ class OtlpReceiver:
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:
-                """Not told."""
+                """Log nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
@@ -110,7 +110,7 @@ class OtlpReceiver:
         self._spans += spans
 
     def trace(self, trace_id: str, requests: int = 1) -> list[ReceivedSpan]:
-        """All spans of a trace of so many HTTP requests, whose own spans are sent last."""
+        """Wait for all spans of a trace of `requests` HTTP requests, whose own spans come last."""
 
         def found() -> list[ReceivedSpan]:
             return [span for span in self._spans if span.trace_id == trace_id]

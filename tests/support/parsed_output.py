@@ -1,4 +1,4 @@
-"""What a parser makes of a model's text, put together again."""
+"""Reassembles a parser's output for a model's text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from kvbaton.text.output_parser import OutputParser
 
 Read = tuple[str, str, list[tuple[str, str]]]
-"""Reasoning, content, and function and arguments of each call."""
+"""Reasoning; content; function name and arguments of each call."""
 
 
 def read_pieces(parser: OutputParser, pieces: Sequence[str]) -> Read:
-    """Push a whole text in pieces; calls must come one after the other, and no part be empty."""
+    """Push a text in pieces; checks that calls come in order, and no part is empty."""
     texts, names, arguments = {"reasoning": "", "content": ""}, list[str](), list[str]()
     for number, piece in enumerate(pieces):
         for part in parser.push(piece, last=number == len(pieces) - 1):

@@ -1,4 +1,4 @@
-"""Prompts with random pictures, what transformers makes of them, and a pool with their rows."""
+"""Prompts with random images, transformers' outputs for them, and a pool with their rows."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens, some of which stand for pictures.
+    """Tokens, some of which are placeholders of images.
 
     Attributes:
-        ids: all tokens.
-        items: the pictures' places.
-        patches: of all pictures, [patches, dim].
+        ids: All tokens.
+        items: Positions of the images.
+        patches: Patches of all images, [patches, dim].
     """
 
     ids: list[int]
@@ -41,7 +41,7 @@ class Prompt:
     patches: torch.Tensor
 
     def inputs(self, more: Sequence[int] = (), device: str = "cpu") -> dict[str, Any]:
-        """What transformers wants, for the prompt with more tokens after it."""
+        """Inputs of transformers for the prompt followed by more tokens."""
         ids = torch.tensor([[*self.ids, *more]], device=device)
         if not self.items:
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -58,7 +58,7 @@ class Prompt:
 
 
 def squared(patches: torch.Tensor, grid: Grid, merge: int) -> torch.Tensor:
-    """Patches in the order of the rows that they become, [patches, dim], to pixels [3, H, W]."""
+    """Convert patches [patches, dim], in the order of their rows, to pixels [3, H, W]."""
     _, rows, columns = grid
     side = math.isqrt(patches.shape[1] // 3)
     parts = patches.view(rows // merge, columns // merge, merge, merge, 3, side, side)
@@ -66,12 +66,12 @@ def squared(patches: torch.Tensor, grid: Grid, merge: int) -> torch.Tensor:
 
 
 class Pictures:
-    """A multimodal model of transformers, whose tower fills a pool for ours.
+    """A multimodal transformers model, whose tower fills a pool for kvbaton's model.
 
     Args:
-        folder: of the model.
-        dtype: of both models.
-        device: of both models and the pool.
+        folder: Folder of the model.
+        dtype: dtype of both models.
+        device: Device of both models and the pool.
     """
 
     def __init__(self, folder: Path, *, dtype: str = "float32", device: str = "cpu") -> None:
@@ -90,7 +90,7 @@ class Pictures:
         self._generated: dict[tuple[int, tuple[int, ...], tuple[Item, ...]], list[int]] = {}
 
     def prompt(self, rng: np.random.Generator, *parts: int | Grid) -> Prompt:
-        """So many random tokens for a number, a random picture for a grid."""
+        """A prompt of parts: a number gives as many random tokens, a grid a random image."""
         ids: list[int] = []
         items: list[Item] = []
         vision = self.vision
@@ -109,7 +109,7 @@ class Pictures:
         return Prompt(ids, tuple(items), torch.cat(patches))
 
     def prompt_of(self, *parts: int | bytes, seed: int = 0) -> Prompt:
-        """So many random tokens for a number, an image for its file."""
+        """A prompt of parts: a number gives as many random tokens, bytes the image of that file."""
         rng = np.random.default_rng(seed)
         ids: list[int] = []
         items: list[Item] = []
@@ -125,20 +125,20 @@ class Pictures:
         return Prompt(ids, tuple(items), torch.cat(patches))
 
     def add(self, driver: Any, prompt: Prompt, *args: Any, **more: Any) -> int:
-        """Start a sequence, with the rows of its pictures in the pool."""
+        """Add a sequence, with the rows of its images in the pool."""
         options = {"items": prompt.items, "item_rows": self._item_rows(prompt)} | more
         handle: int = driver.add(prompt.ids, *args, **options)
         return handle
 
     def uncut(self, prompt: Prompt, start: int, count: int) -> int:
-        """Tokens from `start` on, about `count`, that end in no image that is seen whole."""
+        """About `count`: tokens from `start` on that do not end within a bidirectional image."""
         for item in prompt.items if self.vision.bidirectional else ():
             if item.start < start + count < item.start + item.length:
                 return item.start - start or item.length
         return count
 
     def inputs(self, prompt: Prompt, more: Sequence[int] = ()) -> dict[str, Any]:
-        """What transformers wants of this model, see `Prompt.inputs`."""
+        """Inputs of this transformers model; see `Prompt.inputs`."""
         found = prompt.inputs(more, self.device)
         if self.vision.bidirectional and prompt.items:
             del found["image_grid_thw"]
@@ -150,9 +150,9 @@ class Pictures:
         return found
 
     def generate(self, prompt: Prompt, count: int) -> list[int]:
-        """What transformers generates greedily; not for a prompt that ends with a picture.
+        """Greedy output of transformers; not for a prompt that ends with an image.
 
-        (It goes on from the position of its last row, not from the largest.)
+        (transformers continues from the position of the last row, not from the largest.)
         """
         asked = count, tuple(prompt.ids), prompt.items
         if asked not in self._generated:
@@ -164,19 +164,19 @@ class Pictures:
         return self._generated[asked]
 
     def greedy_along(self, prompt: Prompt, tokens: Sequence[int], count: int) -> list[int]:
-        """The likeliest token after a prompt, and after each of `count` tokens but the last.
+        """The most likely token after a prompt, and after each of `count` tokens but the last.
 
-        They are these tokens exactly if transformers generates them greedily: one forward pass
-        tells, where `generate` takes one a token.
+        They equal these tokens exactly if transformers generates them greedily. This takes one
+        forward pass, where `generate` takes one per token.
         """
         assert len(tokens) == count
-        if self.vision.image_token_id in tokens:  # here it would be taken for a picture
+        if self.vision.image_token_id in tokens:  # it would be taken for an image
             return self.generate(prompt, count)
         likeliest: list[int] = self.logits(prompt, tokens).argmax(-1).tolist()
         return likeliest
 
     def logits(self, prompt: Prompt, generated: Sequence[int]) -> torch.Tensor:
-        """Of the tokens after the prompt's last one and after each but the last generated."""
+        """Logits of all generated tokens, given the prompt and the tokens before each."""
         with torch.inference_mode():
             inputs = self.inputs(prompt, generated[:-1])
             logits: torch.Tensor = self.model(**inputs).logits[0, len(prompt.ids) - 1 :]
@@ -191,7 +191,7 @@ class Pictures:
                 *(inputs[name] for name in names), return_dict=True
             )
             lengths = [item.length for item in prompt.items]
-            deep = [  # transformers 5.17 does not split them by picture
+            deep = [  # transformers 5.17 does not split them by image
                 torch.split(level, lengths) if isinstance(level, torch.Tensor) else level
                 for level in getattr(found, "deepstack_features", None) or []
             ]

@@ -1,4 +1,4 @@
-"""What Linux says of processes: who belongs together, who listens where."""
+"""Linux processes: groups, descendants, and listening sockets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARENT, GROUP = 0, 1
 
 
 def python(*words: str) -> list[str]:
-    """The command that runs Python with these words."""
+    """Command that runs Python with these arguments."""
     return [sys.executable, *words]
 
 
@@ -24,7 +24,7 @@ def group_of(leader: int) -> frozenset[int]:
 
 
 def descendants_of(ancestor: int) -> frozenset[int]:
-    """Live processes that a process started, and those that they started, and so on."""
+    """Live descendants of a process."""
     parents = {pid: stat[PARENT] for pid, stat in _all().items()}
     found: set[int] = set()
     while more := {pid for pid, parent in parents.items() if parent in {ancestor, *found}} - found:
@@ -33,17 +33,17 @@ def descendants_of(ancestor: int) -> frozenset[int]:
 
 
 def parent_of(pid: int) -> int:
-    """Who started a live process, or has taken it over."""
+    """Parent of a live process, or the process that adopted it."""
     return _all()[pid][PARENT]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Whether a process exists and is not a zombie."""
     return pid in _all()
 
 
 def processes_with(word: str) -> list[int]:
-    """Processes that have this word in their command line."""
+    """Processes with this argument in their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -58,7 +58,7 @@ def processes_with(word: str) -> list[int]:
 
 
 def node_process(name: str, among: frozenset[int]) -> int:
-    """The process, of these, that a launcher started for a node: it leads the node's group."""
+    """The process among these that leads a node's group: the one that the launcher started."""
     for pid in among.intersection(processes_with(f"--node-id={name}\0")):
         with suppress(ProcessLookupError):  # it has just ended
             if os.getpgid(pid) == pid:
@@ -67,7 +67,7 @@ def node_process(name: str, among: frozenset[int]) -> int:
 
 
 def _all() -> dict[int, list[int]]:
-    """Of every process but zombies: parent and process group."""
+    """Parent and process group of every process but zombies."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -79,7 +79,7 @@ def _all() -> dict[int, list[int]]:
 
 
 def listening(pids: frozenset[int]) -> list[tuple[str, int]]:
-    """Addresses and ports on which processes listen for TCP."""
+    """TCP addresses and ports on which processes listen."""
     inodes = {inode for pid in pids for inode in _sockets(pid)}
     found: dict[tuple[str, int], None] = {}
     for table in ("tcp", "tcp6"):
@@ -103,7 +103,7 @@ def _sockets(pid: int) -> set[str]:
 
 
 def _address(text: str) -> str:
-    """An address as the kernel prints it, in words of 32 bits in the machine's byte order."""
+    """Parse an address as the kernel prints it: 32-bit words in the machine's byte order."""
     raw = b"".join(struct.pack("=I", int(text[i : i + 8], 16)) for i in range(0, len(text), 8))
     family = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
     address = socket.inet_ntop(family, raw)

@@ -1,7 +1,7 @@
-"""Folders with quantised weights, as the tools that make them do, and the same weights as floats.
+"""Folders with quantised weights in the formats of common tools, and the same weights as floats.
 
-Numbers, zero points and scales are drawn first; what a weight is follows from them by the format's
-formula, and they are packed bit by bit as its definition says, without anything of the engine.
+Numbers, zero points and scales are drawn first. Weights follow from them by the format's formula,
+and they are packed bit by bit as its definition says, without any code of the engine.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column, of 8, of each 4 bits of an int32, from the lowest on."""
+"""Columns (of 8) of the 4-bit fields of an int32, from the lowest bits on."""
 
 MXFP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 """The 16 numbers of e2m1."""
 
 Parts = tuple[dict[str, Tensor], Tensor]
-"""Tensors by what follows the module's name, and the weight that they mean."""
+"""Tensors by name suffix after the module, and the weight that they represent."""
 
 
 def pack(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Numbers [rows, columns] in int32s along the columns, the first in the lowest bits."""
+    """Pack numbers [rows, columns] into int32s along the columns, first in the lowest bits."""
     each = 32 // bits
     numbers = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[1] % each))
     packed = torch.zeros(numbers.shape[0], numbers.shape[1] // each, dtype=torch.int64)
@@ -36,7 +36,7 @@ def pack(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Te
 
 
 def fp8(weight: Tensor, block: tuple[int, int], suffix: str) -> Parts:
-    """e4m3 times one scale for each block."""
+    """Quantise to e4m3 with one scale per block."""
     rows, columns = weight.shape
     height, width = block
     scales = torch.zeros(-(-rows // height), -(-columns // width))
@@ -51,7 +51,7 @@ def fp8(weight: Tensor, block: tuple[int, int], suffix: str) -> Parts:
 
 
 def integers(weight: Tensor, bits: int, group: int, *, symmetric: bool, seed: int) -> list[Tensor]:
-    """Codes [rows, columns], zeros and scales [rows, groups], close to a weight; fp16 scales."""
+    """Quantise a weight: codes [rows, columns], zeros and fp16 scales [rows, groups]."""
     rows, columns = weight.shape
     grouped = weight.view(rows, columns // group, group)
     top, generator = 2**bits - 1, torch.Generator().manual_seed(seed)
@@ -72,7 +72,7 @@ def awq(weight: Tensor, seed: int, group: int = 32) -> Parts:
 
 
 def regroup(weight: Tensor, group: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The weight with its columns so that those of a group follow one another; each one's group."""
+    """Permute columns so that those of a group are adjacent; the weight, and columns' groups."""
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(seed))
     group_of = torch.empty_like(order)
     group_of[order] = torch.arange(len(order)) // group
@@ -121,7 +121,7 @@ def packed(
 
 
 def mxfp4_folders(folder: Path, target: Path) -> tuple[Path, Path]:
-    """A folder of gpt-oss with its experts as OpenAI stores them, and one with them as floats."""
+    """Write a folder of gpt-oss with experts in OpenAI's MXFP4, and one with them as floats."""
     stored = load_file(folder / "model.safetensors")
     plain = dict(stored)
     for name in [name for name in stored if name.endswith("experts.gate_up_proj")]:
@@ -200,7 +200,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def quantized_module(kind: str, weight: Tensor, seed: int) -> Parts:
-    """The tensors of one linear layer, and its weight."""
+    """Tensors of one quantised linear layer, and the weight that they represent."""
     rows, columns = weight.shape
     config = CONFIGS[kind]
     blocks = {
@@ -215,7 +215,7 @@ def quantized_module(kind: str, weight: Tensor, seed: int) -> Parts:
     }
     if kind in blocks:
         parts, plain = fp8(weight, *blocks[kind])
-        if kind == "fp8-tensor":  # a number without axes, and one for static activations
+        if kind == "fp8-tensor":  # a scalar, and one for static activations
             parts |= {"weight_scale": parts["weight_scale"].view(()), "input_scale": torch.ones(1)}
         return parts, plain
     if kind == "ct-int8":
@@ -245,7 +245,7 @@ def quantized_module(kind: str, weight: Tensor, seed: int) -> Parts:
 
 
 def quantized_folders(folder: Path, target: Path, kind: str) -> tuple[Path, Path]:
-    """A folder with the linear layers of another one quantised, and one with the same as floats."""
+    """Write a folder with quantised linear layers, and one with the same weights as floats."""
     stored: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for seed, (name, weight) in enumerate(load_file(folder / "model.safetensors").items()):

@@ -1,4 +1,4 @@
-"""A Ray cluster of several raylets on this machine, in a process of its own."""
+"""A Ray cluster of several raylets on this machine, in its own process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ENV = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THR
 
 @contextmanager
 def ray_machines(count: int, cpus: int) -> Iterator[str]:
-    """Raylets that hold themselves to be machines; yields the address of their cluster.
+    """Start raylets, each a machine to Ray; yields the address of their cluster.
 
     Args:
-        count: of raylets, the head's included.
-        cpus: that each says it has.
+        count: Number of raylets, including the head's.
+        cpus: Number of CPUs that each reports.
     """
-    # Not in pytest's folders: addresses of Unix sockets would get too long.
+    # Not in pytest's folders: paths of Unix sockets would be too long.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        # Ray writes its newest cluster's address under here, and doesn't make the folder.
+        # Ray writes the address of its newest cluster in this folder, but doesn't create it.
         (Path(folder) / "ray").mkdir()
         process = subprocess.Popen(
             [sys.executable, "-m", __spec__.name, str(count), str(cpus), folder],
@@ -42,7 +42,7 @@ def ray_machines(count: int, cpus: int) -> Iterator[str]:
             address = process.stdout.readline().strip()
             assert address, "Ray did not start"
             yield address
-            process.communicate(timeout=STOP_S)  # its standard input ends
+            process.communicate(timeout=STOP_S)  # closes its standard input
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -50,13 +50,13 @@ def ray_machines(count: int, cpus: int) -> Iterator[str]:
 
 
 def main(count: int, cpus: int, folder: str) -> None:
-    """Put the cluster up, say where it is, and take it down when nobody wants it any more."""
+    """Start the cluster, print its address, and stop it when standard input ends."""
     from ray.cluster_utils import Cluster
 
     machine = {"num_cpus": cpus, "object_store_memory": 80 << 20, "temp_dir": folder}
-    # That a raylet is dead is found in 5 s instead of 15.
+    # Detect a dead raylet after 5 s instead of 15.
     health = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000}
-    # Workers that nobody has asked for yet take a second of CPU time each.
+    # Prestarted workers take a second of CPU time each.
     system = {**health, "prestart_worker_first_driver": False}
     head = {**machine, "include_dashboard": False, "_system_config": system}
     cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -1,4 +1,4 @@
-"""Reads streams of OpenAI's Responses API, and checks them as it does."""
+"""Reads and checks streams of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = {
 
 
 def events_of(stream: bytes) -> list[Any]:
-    """The events of a stream, each named as its type and numbered; comments left out."""
+    """The events of a stream, without comments; checks their names and numbers."""
     found = []
     for frame in stream.decode().removesuffix("\n\n").split("\n\n"):
         if frame == ":":
@@ -27,7 +27,7 @@ def events_of(stream: bytes) -> list[Any]:
 
 
 def assembled(events: list[Any]) -> Any:
-    """The response that a stream tells, checked as it comes."""
+    """The response that a stream gives; checks each event."""
     created, in_progress, *middle, last = events
     assert created["type"] == "response.created"
     assert {**in_progress, "type": created["type"]} == created

@@ -1,4 +1,4 @@
-"""A router over stand-ins for nodes, all in the test's process."""
+"""A router over stand-ins for nodes, in the test's process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Rig:
         return dict(self.app[ROUTER].loads)
 
     async def register(self, node_id: str) -> None:
-        """Introduce a node, again so that all know of all, and wait until it is ready."""
+        """Register all nodes twice, so that each knows all others; wait until one is ready."""
         for _ in range(2):
             for node in self.nodes.values():
                 if node.runner is not None:
@@ -86,10 +86,10 @@ async def build_rig(
     at: tuple[str, int] = ("127.0.0.1", 0),
     **settings: object,
 ) -> Rig:
-    """A router and nodes ``p0..``, ``d0..``, ``e0..``; all are ended with the stack.
+    """Start a router and nodes ``p0..``, ``d0..``, ``e0..``; all end with the stack.
 
-    The nodes offer their engines' sockets in a folder, `sockets`; the router listens `at` a host
-    and port.
+    The nodes' engine sockets are in the folder `sockets`; the router listens on host and port
+    `at`.
     """
     timers = MembershipTimers(heartbeat_s=60.0, probe_period_s=0.05, probe_timeout_s=0.5)
     default = RouterConfig(membership=timers, dispatch=DispatchConfig())

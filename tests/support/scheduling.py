@@ -1,4 +1,4 @@
-"""Which worker of pytest-xdist runs which tests."""
+"""Assignment of tests to workers of pytest-xdist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARED = (
     "tests/engine/test_worker_process.py",
     "tests/server/test_supervisor.py",
 )
-"""Tests below one of these share processes that take long to start, so they run in one worker.
+"""Groups whose tests share processes that are slow to start: each runs in one worker.
 
 The largest group starts first.
 """
@@ -25,20 +25,20 @@ OWN_SERVERS = frozenset(
         "readme rolling_update tcp_gpu tensor_parallel_gpu up vendor_transport vllm_connector"
     ).split()
 )
-"""Files whose tests share servers with no other file: a worker for each."""
+"""Files whose tests share servers only within the file: each runs in one worker."""
 PAIRS_GPU = "tests/e2e/test_pair_gpu.py"
-"""Its models have servers each."""
+"""File with separate servers per model."""
 
 
 class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Spread tests over workers one by one, but those that share servers together.
+    """Distribute tests one by one, except that tests that share servers stay together.
 
-    pytest-xdist's own groups are of no use: with pytest 9.2 its 3.8 ignores the mark.
+    pytest-xdist's own groups do not work: 3.8 ignores the mark with pytest 9.2.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         if "test_every_cell[" in nodeid:
-            return nodeid.rsplit("/", 2)[0]  # cells that differ in ranks and block sizes only
+            return nodeid.rsplit("/", 2)[0]  # cells that differ only in ranks and block sizes
         file = nodeid.partition("::")[0]
         if file == PAIRS_GPU:
             return file + nodeid.partition("[")[2].partition("-")[0]
@@ -47,16 +47,16 @@ class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         return next((group for group in SHARED if nodeid.startswith(group)), nodeid)
 
     def _reschedule(self, node: Any) -> None:
-        """Give a worker more, until it knows the test after its next one, or that there is none.
+        """Assign tests until a worker knows the one after its next, or that there is none.
 
-        It waits for that; xdist gives the successor of a worker that died one scope only.
+        A worker waits for that; xdist gives the successor of a dead worker only one scope.
         """
         super()._reschedule(node)
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
             super()._reschedule(node)
 
     def remove_node(self, node: Any) -> str | None:
-        """See xdist: what a worker has left goes to others, but for the test that it died of."""
+        """As in xdist: a dead worker's tests go to others, except the test at which it died."""
         units = {s: u for s, u in self.assigned_work.pop(node).items() if not all(u.values())}
         if not units:
             return None

@@ -35,19 +35,19 @@ READY = Ready(
 
 
 class ScriptedCore:
-    """Turns in a thread. Token i of a request is i; requests end after `max_tokens`.
+    """Core loop in a thread. Token i of a request is i; requests end after `max_tokens`.
 
     Args:
-        endpoints: where it listens.
-        step_s: pause between two steps, at first.
+        endpoints: Endpoints to listen on.
+        step_s: Initial pause between two steps in seconds.
 
     Attributes:
-        live: by the core's id, requests and how many tokens each has got.
-        seen: all that came through the sockets.
-        refuse: called with a request; a text refuses it.
-        answer: called with a request; outputs are all that it gets, in one message.
-        step_s: pause between two steps.
-        paused: while set, no step is made; messages are still read.
+        live: Requests and their numbers of tokens so far, by the core's id.
+        seen: All messages received.
+        refuse: Called with a request; returns a reason to refuse it, or None.
+        answer: Called with a request; returns its only outputs, sent in one message, or None.
+        step_s: Pause between two steps in seconds.
+        paused: While set, no step is made; messages are still read.
     """
 
     def __init__(self, endpoints: EngineEndpoints, *, step_s: float = 0.001) -> None:
@@ -71,11 +71,11 @@ class ScriptedCore:
 
     @property
     def address(self) -> str:
-        """For remote frontends."""
+        """Address for remote frontends."""
         return self.frontends.address
 
     def counters(self) -> dict[str, float]:
-        """What it counted."""
+        """Counters of the core."""
         return self.frontends.completed(Metrics(counters={}, gauges={})).counters
 
     def stop(self) -> None:
@@ -133,7 +133,7 @@ class ScriptedCore:
                 self._stopping = True
 
     def step(self) -> None:
-        """A token for every live request."""
+        """Make a token for every live request."""
         outputs = []
         for request_id, (request, done) in tuple(self.live.items()):
             last = done + 1 >= request.params.max_tokens
@@ -156,7 +156,7 @@ class ScriptedCore:
 
 @contextmanager
 def scripted_core(endpoints: EngineEndpoints, *, step_s: float = 0.001) -> Iterator[ScriptedCore]:
-    """A core, stopped in the end."""
+    """Run a core; it is stopped at the end."""
     core = ScriptedCore(endpoints, step_s=step_s)
     try:
         yield core

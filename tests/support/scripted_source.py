@@ -1,4 +1,4 @@
-"""What the tests of text, edge and serving share: a small tokenizer and scripted token sources."""
+"""Shared by tests of text and serving: a small tokenizer and scripted token sources."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ TEMPLATE = (
 EOS = 1
 VOCAB = 400
 TURNS = 5
-"""Of the event loop, in which a reader that keeps up has read an output."""
+"""Turns of the event loop after which a reader that keeps up has read an output."""
 MAX_MODEL_LEN = 256
 
 
 def train_backend(special: Sequence[str] = SPECIAL) -> tokenizers.Tokenizer:
-    """Byte-level BPE with a few hundred merges, bytes included, which starts texts with ``<s>``."""
+    """Byte-level BPE with a few hundred tokens, including bytes; texts start with ``<s>``."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -54,7 +54,7 @@ def train_backend(special: Sequence[str] = SPECIAL) -> tokenizers.Tokenizer:
 
 
 def write_tokenizer(folder: Path, special: Sequence[str] = SPECIAL, **config: Any) -> Path:
-    """A folder as Hugging Face writes it."""
+    """Write a tokenizer folder as Hugging Face does."""
     train_backend(special).save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -70,13 +70,13 @@ def write_tokenizer(folder: Path, special: Sequence[str] = SPECIAL, **config: An
 class ScriptedSource(TokenSource):
     """A token source that answers every request with the tokens of one text, one at a time.
 
-    Each choice gets the text, then the end token; `max_tokens` is respected, and log probabilities
-    are made up from the token ids. Requests and cancellations are kept for the test to look at.
+    Each choice gets the text, then the end token, within `max_tokens`; log probabilities are made
+    up from the token ids. Requests and cancellations are kept for the test.
 
     Args:
-        tokenizer: of the text.
-        text: what every choice says; None repeats the prompt.
-        gate: awaited before each output, so that a test can hold a stream.
+        tokenizer: Tokenizer of the text.
+        text: Text of every choice; None repeats the prompt.
+        gate: Awaited before each output, so that a test can hold a stream.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class ScriptedSource(TokenSource):
 
 
 def fake_logprobs(token: int, top: int | None) -> TokenLogprobs:
-    """A made-up entry; the last candidate is impossible."""
+    """A made-up entry, whose last candidate has probability 0."""
     rivals = [TopLogprob((token + i) % VOCAB, -float(i), i + 1) for i in range(top or 0)]
     if rivals:
         rivals[-1] = TopLogprob(rivals[-1].token, float("-inf"), len(rivals))
@@ -200,6 +200,6 @@ class ScriptedClient(ScriptedSource, EngineClient):
         self.commands: list[str] = []
 
     async def command(self, name: str, argument: Any = None) -> Any:
-        """Answers with its own name."""
+        """Answer with the command's name."""
         self.commands.append(name)
         return {"asked": name}

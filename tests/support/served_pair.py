@@ -1,4 +1,4 @@
-"""A prefill and a decode node asked directly, and the books of what moved between them."""
+"""A prefill and a decode node, asked directly, and the accounts of their hand-overs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Moves = Literal["all", "some", "nothing"]
 
 
 def bytes_per_token(model: Path) -> int:
-    """KV bytes of one token, from the model's configuration alone; the models here are float32."""
+    """KV bytes per token, computed from the model's configuration; models are float32."""
     config: dict[str, int] = json.loads((model / "config.json").read_text())
     per_layer = 2 * config["num_key_value_heads"] * config["head_dim"]
     return config["num_hidden_layers"] * per_layer * 4
 
 
 def unrest(metrics: Metrics) -> dict[str, float]:
-    """What a node does, owes or holds besides free and cached blocks, by metric; empty at rest."""
+    """Non-zero metrics of work, debts and blocks neither free nor cached; empty at rest."""
     zero = ("unhealthy", "transfers_live", "transfers_quarantined", "leases")
     names = ["kvbaton_ledger_imbalance", *(f"kvbaton_{name}" for name in zero)]
     names += [f"kvbaton_sequences_{state}" for state in ("waiting", "running", "loading")]
@@ -39,7 +39,7 @@ def unrest(metrics: Metrics) -> dict[str, float]:
 
 
 def settle(*nodes: Node, seconds: float = SETTLE_S) -> None:
-    """Wait until nothing is on its way and the ledgers of all nodes balance."""
+    """Wait until nothing is in flight and the ledgers of all nodes balance."""
     for node in nodes:
         poll(
             f"{node.name} is at rest",
@@ -50,7 +50,7 @@ def settle(*nodes: Node, seconds: float = SETTLE_S) -> None:
 
 
 def first_tokens(answer: Future[GenerateResponse]) -> list[int]:
-    """P's token 0 of each choice; none if D called the hand-over off because it had everything."""
+    """P's token 0 of each choice; none if D cancelled the hand-over, having all KV already."""
     try:
         return [choice.token_ids[0] for choice in answer.result().choices]
     except HttpFailure as failure:
@@ -63,8 +63,9 @@ class Pair:
     """P and D during one test.
 
     Attributes:
-        moves: what the books must show at the end: ``all`` (every byte that P posted landed, and
-            is what D's tokens need), ``some`` (bytes moved, but not all for good) or ``nothing``.
+        moves: Transfers that the books must show at the end: ``all`` (every byte that P posted
+            arrived, and is needed by D's tokens), ``some`` (not all bytes were used) or
+            ``nothing``.
     """
 
     def __init__(self, p: Node, d: Node, model: Path, router: Router | None = None) -> None:
@@ -79,14 +80,14 @@ class Pair:
 
     @property
     def router(self) -> Router:
-        """In front of these two and no others."""
+        """Router of only these two nodes."""
         assert self._router is not None
         return self._router
 
     # --- requests ---
 
     def submit(self, token_ids: Sequence[int], **params: Any) -> Future[GenerateResponse]:
-        """Send a request to both nodes at the same time, as a router does; D's answer to come."""
+        """Send a request to both nodes at once, as a router does; a future of D's answer."""
         ours = os.urandom(16)
         first = POOL.submit(self.p.generate, token_ids, self.source_params(ours), **params)
 
@@ -99,13 +100,13 @@ class Pair:
         return POOL.submit(finish)
 
     def submit_to_both(self, token_ids: Sequence[int], **params: Any) -> Future[GenerateResponse]:
-        """The same, whatever becomes of P."""
+        """As `submit`, but P may fail."""
         ours = os.urandom(16)
         POOL.submit(self.p.generate, token_ids, self.source_params(ours), **params)
         return POOL.submit(self.d.generate, token_ids, self.target_params(ours), **params)
 
     def generate(self, token_ids: Sequence[int], **params: Any) -> GenerateResponse:
-        """The same, awaited."""
+        """As `submit`, but wait for D's answer."""
         return self.submit(token_ids, **params).result()
 
     def tokens(self, token_ids: Sequence[int], **params: Any) -> list[int]:
@@ -114,7 +115,7 @@ class Pair:
         return list(choice.token_ids)
 
     def alone(self, token_ids: Sequence[int], **params: Any) -> list[int]:
-        """Tokens of the only choice when one node, P, serves the whole request."""
+        """Tokens of the only choice if P serves the request alone."""
         (choice,) = self.p.generate(token_ids, **params).choices
         return list(choice.token_ids)
 
@@ -143,17 +144,17 @@ class Pair:
     # --- books ---
 
     def at_p(self) -> Metrics:
-        """What P counted since the test began."""
+        """P's metrics since the test began."""
         return self.p.metrics() - self._before[self.p]
 
     def at_d(self) -> Metrics:
-        """What D counted since the test began."""
+        """D's metrics since the test began."""
         return self.d.metrics() - self._before[self.d]
 
     def close_books(self, tokens_needed: int | None = None) -> None:
-        """Prove that bytes moved, as many as the tokens need, and that nobody owes anything.
+        """Check that as many bytes moved as the tokens need, and that both nodes are at rest.
 
-        With a window fewer tokens are needed than were computed for D.
+        With a window, fewer tokens are needed than were computed for D.
         """
         settle(self.p, self.d)
         p, d = self.at_p(), self.at_d()

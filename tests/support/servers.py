@@ -1,7 +1,7 @@
-"""Commands as real processes, and the HTTP that a test speaks with them.
+"""Commands as real processes, and HTTP requests of tests to them.
 
-Everything here is synchronous and has a deadline. Processes can't outlive the test process, however
-that ends, and what they wrote is shown when they fail.
+All calls are synchronous and have deadlines. Processes can't outlive the test process, however it
+ends; their output is shown when they fail.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def poll(
     *,
     every_s: float = POLL_S,
 ) -> Any:
-    """Wait until `check` answers something true, and return it.
+    """Wait until `check` returns a true value, and return it.
 
-    Who waits for long asks less often: each look costs a server milliseconds.
+    Polls become rarer with time: each costs a server milliseconds.
     """
     began = time.monotonic()
     while not (found := check()):
@@ -57,7 +57,7 @@ def poll(
 
 
 class HttpFailure(AssertionError):
-    """A server answered something else than 200."""
+    """A server answered with another status than 200."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"HTTP {status}: {body[:2000].decode(errors='replace')}")
@@ -67,13 +67,13 @@ class HttpFailure(AssertionError):
 
 @cache
 def _sample_key(text: str) -> tuple[str, frozenset[tuple[str, str]]]:
-    """Name and labels of a sample: they stay, so each is parsed once; tests scrape all the time."""
+    """Name and labels of a sample, cached: tests scrape the same samples very often."""
     ((sample,),) = (family.samples for family in text_string_to_metric_families(f"{text} 0"))
     return sample.name, frozenset(sample.labels.items())
 
 
 class Metrics:
-    """One scrape, or the difference of two: call it with a name and some labels for their sum."""
+    """One scrape, or the difference of two. A call with a name and some labels gives the sum."""
 
     def __init__(self, samples: dict[tuple[str, frozenset[tuple[str, str]]], float]) -> None:
         self.samples = samples
@@ -87,15 +87,15 @@ class Metrics:
 
 
 class Server:
-    """``kvbaton`` with these words, as a process that writes to a file.
+    """A ``kvbaton`` process that logs to a file.
 
     Args:
-        name: of its log.
-        words: of the command line.
-        folder: for its log.
-        env: beyond our own.
-        names: host names that it finds; see `ForkedCommand`.
-        network: see `ForkedCommand`.
+        name: Name of its log.
+        words: Arguments of the command line.
+        folder: Folder for its log.
+        env: Variables added to the test's environment.
+        names: Host names that it resolves; see `ForkedCommand`.
+        network: As for `ForkedCommand`.
     """
 
     says_url = r"listening on (https?://\S+)"
@@ -133,7 +133,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it serves; waits until it has said so."""
+        """URL of the server; waits until it has printed it."""
         if self._url is None:
             self._url = poll(f"{self.name} serves", self._find_url, START_S, self.tail)
         return self._url
@@ -149,7 +149,7 @@ class Server:
             self._process.terminate()
 
     def stop(self) -> None:
-        """Wait for its end after `ask_to_stop`; kill all that it started if that does not come."""
+        """Wait for its end after `ask_to_stop`; at the deadline, kill it and its children."""
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -158,7 +158,7 @@ class Server:
             self.kill()
 
     def kill(self) -> None:
-        """End it and all that it started, at once."""
+        """Kill it and all its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(STOP_S)
@@ -178,10 +178,10 @@ class Server:
         return http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)
 
     def call(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """Ask, and return the body of the answer.
+        """Send a request, and return the body of the answer.
 
         Raises:
-            HttpFailure: the answer is not 200.
+            HttpFailure: The status is not 200.
         """
         with closing(self._connect(ANSWER_S)) as connection:
             connection.request(method, path, body, {"Content-Type": "application/json"})
@@ -198,7 +198,7 @@ class Server:
         return json.loads(self.call("POST", path, msgspec.json.encode(body)))
 
     def stream(self, path: str, body: Any) -> Iterator[Any]:
-        """The events of an answer as they come; they must end with ``[DONE]``."""
+        """Events of an answer as they arrive; they must end with ``[DONE]``."""
         with closing(self._connect(ANSWER_S)) as connection:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", path, msgspec.json.encode(body), headers)
@@ -213,7 +213,7 @@ class Server:
         raise AssertionError(f"{self.name}: the stream was cut off")
 
     def metrics(self) -> Metrics:
-        """All counters and gauges now."""
+        """Scrape all counters and gauges."""
         lines = self.call("GET", "/metrics").decode().splitlines()
         unknown = [line for line in lines if line.endswith(UNKNOWN)]
         assert not unknown, f"metrics without a text of their own: {unknown}"
@@ -229,7 +229,7 @@ class Router(Server):
         return self.post("/v1/completions", completion(prompt, **fields))
 
     def num_pairs(self) -> int:
-        """How many pairs can hand over now."""
+        """Number of pairs that can hand over now."""
         return len(self.get("/nodes")["pairs"])
 
 
@@ -251,7 +251,7 @@ class Node(Server):
         return answer
 
     def state(self) -> dict[str, Any]:
-        """What the node's connector for hand-overs knows."""
+        """State of the node's hand-over connector."""
         whole: dict[str, Any] = self.get("/state")
         answer: dict[str, Any] = whole["source"] if "source" in whole else whole["target"]
         return answer
@@ -262,7 +262,7 @@ class Node(Server):
 
 
 def completion(prompt: str | Sequence[int], **fields: Any) -> dict[str, Any]:
-    """Body of a completion: greedy, of a fixed length, with token ids, unless told otherwise."""
+    """Body of a completion; by default greedy, of a fixed length, with token ids."""
     body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     return body | fields
 
@@ -274,7 +274,7 @@ def generation(
     stream: bool = False,
     **params: Any,
 ) -> GenerateRequest:
-    """Body of a token-level request: greedy and of a fixed length, unless told otherwise."""
+    """Body of a token-level request; by default greedy and of a fixed length."""
     chosen: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "seed": 0} | params
     return GenerateRequest(
         token_ids=tuple(token_ids),

@@ -30,29 +30,29 @@ PORTS = {"prefill": 7000, "encode": 8000}
 
 
 def token_at(prompt: Sequence[int], index: int, choice: int = 0) -> int:
-    """What every healthy node generates."""
+    """Token that every healthy node generates."""
     return (sum(prompt) * 31 + index * 17 + choice * 7) % VOCAB_SIZE
 
 
 @dataclass
 class StandIn:
-    """A node. Its attributes tell it how to misbehave.
+    """A stand-in for a node. Attributes make it misbehave.
 
     Attributes:
-        received: requests, in order.
-        arrived: set when a request came.
-        gate: while clear, nothing is answered.
-        attends: while clear, its engine reads nothing that frontends send, so that none gets in.
-        cancelled: requests that the router ended before their end.
-        status: answer this error instead.
-        die_after: its engine dies after so many outputs.
-        shift: added to every token of first attempts: a node that disagrees.
-        pause: seconds between outputs.
-        body: of that error.
-        headers: of HTTP requests, names in small letters.
-        friend: the only ``Authorization`` with which it resets its prefix cache.
-        refusal: why it does not.
-        babble: it answers with these bytes instead.
+        received: Requests, in order.
+        arrived: Set when a request has arrived.
+        gate: While clear, nothing is answered.
+        attends: While clear, its engine reads no messages, so that no frontend can connect.
+        cancelled: Requests that the router cancelled.
+        status: Error status to answer instead.
+        die_after: Number of outputs after which its engine dies.
+        shift: Added to every token of first attempts, so that the node disagrees with others.
+        pause: Seconds between outputs.
+        body: Body of the error.
+        headers: Headers of HTTP requests, in lower case.
+        friend: The only ``Authorization`` for which it resets its prefix cache.
+        refusal: Reason for which it does not.
+        babble: Bytes to answer instead.
     """
 
     info: NodeInfo
@@ -87,7 +87,7 @@ class StandIn:
         self.info = msgspec.structs.replace(self.info, url=f"http://127.0.0.1:{port}")
 
     def offer_socket(self, folder: Path) -> None:
-        """Let routers in as frontends of the engine."""
+        """Let routers connect as frontends of the engine."""
         self.engine = EngineSocket(self, folder)
         self.info = msgspec.structs.replace(self.info, engine_address=self.engine.address)
 
@@ -118,7 +118,7 @@ class StandIn:
         return web.Response(body=self.babble or msgspec.json.encode(self.info))
 
     async def answer(self, add: AddRequest, frontends: FrontendServer) -> None:
-        """What its engine says to a request."""
+        """Send the engine's outputs for a request."""
         await self.gate.wait()
         if self.status is not None:
             what = {"message": "no", **self.body}
@@ -154,7 +154,7 @@ class StandIn:
 
 
 class EngineSocket:
-    """The engine of a stand-in: what a core's thread does, by a task."""
+    """The engine of a stand-in: a core's loop as a task."""
 
     def __init__(self, node: StandIn, folder: Path) -> None:
         self._node = node
@@ -192,7 +192,7 @@ class EngineSocket:
             await asyncio.sleep(0.002)
 
     def die(self) -> None:
-        """As a core that is killed."""
+        """End as a killed core does."""
         if not self._turns.done():
             self._turns.cancel()
             self._frontends.close()

@@ -21,7 +21,7 @@ def make_objects(count: int, num_bytes: int = 1_001, seed: int = 0) -> dict[byte
 
 
 def pieces(data: bytes) -> Pieces:
-    """The bytes as writable memory, in three pieces."""
+    """Bytes as writable memory in three pieces."""
     whole = memoryview(bytearray(data))
     third = len(whole) // 3
     return [whole[:third], whole[third : third + 1], whole[third + 1 :]]
@@ -36,7 +36,7 @@ def save(store: Store, objects: dict[bytes, bytes]) -> list[bool]:
 
 
 def read(store: Store, objects: dict[bytes, bytes]) -> list[bytes | None]:
-    """What a load fills in, None for a miss."""
+    """Loaded objects; None for a miss."""
     targets = [pieces(bytes(len(data))) for data in objects.values()]
     answers = wait(store.load(list(objects), targets))
     return [b"".join(t) if ok else None for t, ok in zip(targets, answers, strict=True)]
@@ -47,7 +47,7 @@ def find(store: Store, keys: Sequence[bytes], **options: Any) -> Found:
 
 
 class HeldStore(MemoryStore):
-    """Reads at once, but says so only when the gate is open."""
+    """Reads at once, but completes loads only when the gate is open."""
 
     gate = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Real servers for tests of remote stores, on ports of their own, and the specs that name them."""
+"""Real servers for tests of remote stores, on their own ports, and specs for them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ S3_OPTIONS = {"access_key_id": "someone", "secret_access_key": "s3cr3t", "region
 
 
 class Server:
-    """A server in a process of its own.
+    """A server in its own process.
 
     Attributes:
-        name: of the store that is tested with it.
-        port: where it listens, also after a restart.
-        process: what runs now.
+        name: Name of the store that is tested with it.
+        port: Port, the same after a restart.
+        process: The running process.
     """
 
     process: subprocess.Popen[bytes]
@@ -75,7 +75,7 @@ class Server:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Meanwhile it says nothing at all."""
+        """Stop the server from answering until the end of the block."""
         self.pause(True)
         try:
             yield
@@ -83,20 +83,20 @@ class Server:
             self.pause(False)
 
     def pause(self, pausing: bool) -> None:
-        """Let it say nothing from now on, or go on."""
+        """Stop the server from answering, or let it continue."""
         if not pausing:
             self.process.send_signal(signal.SIGCONT)
             return
         self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)  # all its threads stand
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)  # all threads have stopped
 
     def spec(self, **options: Any) -> str:
-        """Of a store on it."""
+        """Spec of a store on this server."""
         return f"{self.name}:{json.dumps(self._options | options)}"
 
     @contextmanager
     def store(self, **options: Any) -> Iterator[Store]:
-        """An opened store on it."""
+        """Open a store on this server."""
         store = load_store(self.spec(**options))
         store.open()
         try:
@@ -112,7 +112,7 @@ class Server:
 
 @contextmanager
 def running(server: Server) -> Iterator[Server]:
-    """Run it, and leave nothing behind."""
+    """Run a server, and stop it at the end."""
     try:
         server.start()
         yield server
@@ -123,7 +123,7 @@ def running(server: Server) -> Iterator[Server]:
 
 
 def redis_server(folder: Path, *flags: str) -> Server:
-    """A Redis server that keeps nothing on the disk."""
+    """A Redis server without persistence."""
     need("redis-server", which("redis-server"), "the Debian package redis-server is not installed")
     need("redis", find_spec("redis"), "pip install 'kvbaton[redis]'")
     base = [
@@ -151,11 +151,11 @@ from werkzeug.serving import run_simple
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 run_simple(sys.argv[1], int(sys.argv[2]), create_backend_app("s3"), threaded=True)
 """
-"""Of moto's services one: its own main looks on the disk for all of them at each request."""
+"""Runs only one of moto's services: its own main searches the disk for all at each request."""
 
 
 def s3_server() -> Server:
-    """A moto server with an empty bucket, also after a restart."""
+    """A moto server with an empty bucket, recreated at a restart."""
     need("moto", find_spec("moto"), "pip install 'moto[server]'")
     need("obstore", find_spec("obstore"), "pip install 'kvbaton[s3]'")
     server = Server(
@@ -178,7 +178,7 @@ def _make_bucket(port: int) -> None:
 
 
 def lmcache_server(gigabytes: float = 0.25) -> Server:
-    """An LMCache server with so much memory."""
+    """An LMCache server with `gigabytes` of memory."""
     need("lmcache", find_spec("lmcache"), "pip install 'kvbaton[lmcache]'")
     code = "import sys; from lmcache.cli.main import main; sys.argv[0] = 'lmcache'; main()"
     more = ["--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven"]
@@ -207,7 +207,7 @@ sys.stdin.read()
 
 
 def mooncake_server() -> Server:
-    """A Mooncake master, and a client that lends it memory."""
+    """A Mooncake master, and a client that contributes memory."""
     try:
         store: Any = import_module("mooncake.store")
         reason = ""
@@ -243,9 +243,9 @@ def mooncake_server() -> Server:
 
 
 def need(name: str, found: object, reason: str) -> None:
-    """Skip the test without what it needs; fail it where that is meant to be there.
+    """Skip a test whose requirement is missing, or fail it if that must be installed.
 
-    ``KVBATON_TESTS_NEED`` lists what is meant to be there, with commas.
+    ``KVBATON_TESTS_NEED`` lists what must be installed, separated by commas.
     """
     if not found and name in os.environ.get("KVBATON_TESTS_NEED", "").split(","):
         pytest.fail(f"{name} is missing: {reason}")

@@ -1,7 +1,7 @@
 """A deterministic toy model over real block tables, and a loop that drives the scheduler with it.
 
-The "KV" of a position is a number made from its token and from all KV that it attends to, read
-through the block tables. So a wrong, stale, shared or early reused block changes the tokens.
+The "KV" of a position is a hash of its token and of all KV that it attends to, read through the
+block tables. So a wrong, stale, wrongly shared or prematurely reused block changes the tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def mix(*parts: int) -> int:
 
 
 def lowest(group: GroupSpec, position: int) -> int:
-    """First position that `position` attends to; a state is made of the one before it."""
+    """First position that `position` attends to; for a state, the previous one."""
     if group.kind is GroupKind.CHUNK:
         return position // group.window * group.window
     reach = 2 if group.kind is GroupKind.STATE else group.window
@@ -66,7 +66,7 @@ def kv_of(g: int, group: GroupSpec, tokens: list[int]) -> list[int]:
 
 
 def scores(prompt: Sequence[int]) -> list[TokenLogprobs]:
-    """What prompt logprobs tell of each token, if the first one had any."""
+    """Prompt logprobs of every token, as if the first one had any."""
     return [TokenLogprobs(-1.0 - token, position) for position, token in enumerate(prompt)]
 
 
@@ -85,11 +85,11 @@ class Row:
 
 
 class ToyRanks:
-    """Runs plans by the letter of `engine/step.py`."""
+    """Executes plans strictly as `engine/step.py` specifies."""
 
     def __init__(self, groups: tuple[GroupSpec, ...]) -> None:
         self.groups = groups
-        self.memory: dict[tuple[int, int], int] = {}  # of all groups: blocks may change hands
+        self.memory: dict[tuple[int, int], int] = {}  # of all groups: they share blocks
         self.rows: dict[int, Row] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -127,12 +127,12 @@ class ToyRanks:
     def _step(self, step: SequenceStep) -> Sampled:
         row = self.rows[step.handle]
         if step.num_samples:
-            del row.tokens[step.start + step.count :]  # of an earlier draft
+            del row.tokens[step.start + step.count :]  # rejected tokens of an earlier draft
         fields = step.handle, step.start, step.count, step.new_blocks, step.num_samples
         return self._compute(*fields)
 
     def _scores(self, step: SequenceStep) -> tuple[TokenLogprobs, ...] | None:
-        """Of the prompt's tokens that follow those of a step, as `scores` has them."""
+        """`scores` of the prompt tokens that follow those of a step."""
         row = self.rows[step.handle]
         if row.params.prompt_logprobs is None:
             return None
@@ -140,7 +140,7 @@ class ToyRanks:
         return tuple(scores(row.tokens[: row.num_prompt])[first:past])
 
     def _verify(self, step: SequenceStep) -> Sampled:
-        """A token at a time; each is computed from the draft, and then sampled anew."""
+        """Compute the draft token by token, and sample after each."""
         row, found = self.rows[step.handle], list[int]()
         assert step.decodes
         assert step.num_samples == 1
@@ -192,7 +192,7 @@ class ToyRanks:
         return Sampled(handle, tokens)
 
     def _scan(self, g: int, row: Row, start: int, end: int) -> list[int]:
-        """Carry a state over tokens [start, end); the last two values."""
+        """Advance a state over tokens [start, end); the last two values."""
         size, table = self.groups[g].block_size, row.tables[g]
         values = [self.memory[table[(start - 1) // size], 0]] if start else []
         border = end - end % size
@@ -209,7 +209,7 @@ class ToyRanks:
         return self.memory[row.tables[g][position // size], position % size]
 
     def receive(self, spans: Spans, tokens: list[int], end: int) -> None:
-        """A source writes the KV of tokens before `end` into the blocks of `spans`."""
+        """Write the KV of tokens before `end` into the blocks of `spans`, as a source does."""
         for g, group in enumerate(self.groups):
             kv = kv_of(g, group, tokens)
             for span in spans[g]:
@@ -220,7 +220,7 @@ class ToyRanks:
                             self.memory[block, slot] = kv[position]
 
     def scribble(self, spans: Spans) -> None:
-        """A late write spoils everything in the blocks of `spans`."""
+        """Overwrite the blocks of `spans` with garbage, as a late write would."""
         for g, group in enumerate(self.groups):
             for span in spans[g]:
                 for block in span.blocks:
@@ -231,7 +231,7 @@ class ToyRanks:
 def direct(
     groups: tuple[GroupSpec, ...], request: AddRequest, choice: int, max_model_len: int
 ) -> tuple[list[int], str]:
-    """What a request must give, computed without blocks or batches: (new tokens, reason)."""
+    """Expected (new tokens, finish reason) of a request, computed without blocks or batches."""
     params = request.params
     tokens = [*request.token_ids, *request.resume_ids]
     kv = [kv_of(g, group, tokens) for g, group in enumerate(groups)]
@@ -239,7 +239,7 @@ def direct(
     while True:
         last = len(tokens) - 1
         rows = [kv[g][lowest(group, last) :] for g, group in enumerate(groups)]
-        # Each choice keeps its own noise; the first token is drawn from the shared prompt.
+        # Each choice has its own noise; its first token is sampled from the shared prompt.
         token = next_token(rows, choice)
         tokens.append(token)
         new.append(token)
@@ -256,11 +256,11 @@ def direct(
 
 
 class ToyTransfers:
-    """The transfer thread as a target sees it; what its peers do is up to a test.
+    """The transfer thread as a target sees it; the test plays its peers.
 
     Attributes:
-        told: what was submitted and nobody has looked at.
-        actions: what the target will hear next.
+        told: Submitted items that were not read yet.
+        actions: Actions that the target receives next.
     """
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ class ToyTransfers:
 
 @dataclass(frozen=True)
 class Admitted:
-    """A target that asks its source for its prompt, or tells it that it needs nothing."""
+    """A message to a source: the target requests its prompt, or needs nothing."""
 
     request_id: str
     attempt: Attempt
@@ -298,7 +298,7 @@ class Admitted:
 
 
 class ToySource(KVConnector):
-    """Lets requests prefill for others, and holds nothing."""
+    """Lets requests prefill for other nodes, without holding blocks."""
 
     transfer_role = "source"
 
@@ -319,7 +319,7 @@ class Clock:
 
 
 class ToyProposer:
-    """Knows what requests must give, and lies here and there."""
+    """Proposes the expected tokens, with some errors."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -343,7 +343,7 @@ class ToyProposer:
 
 
 class Loop:
-    """The core's loop over the toy ranks; checks the ledger after everything that happens."""
+    """The core's loop over the toy ranks; checks the ledger after every event."""
 
     def __init__(
         self,
@@ -355,7 +355,7 @@ class Loop:
         **settings: object,
     ) -> None:
         if any(group.kind is GroupKind.STATE for group in groups):
-            drafts = 0  # nodes refuse them
+            drafts = 0  # nodes reject drafts for models with states
         speculative = SpeculativeConfig(
             method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=2, prompt_lookup_min=1
         )
@@ -399,23 +399,23 @@ class Loop:
             trust_loopback=True,
         )
 
-    # --- what sources do ---
+    # --- events from sources ---
 
     def loaded(
         self, request_id: str, choices: Sequence[ChoiceStart], cached_tokens: int
     ) -> list[Output]:
-        """A hand-over is complete."""
+        """Report that a hand-over is complete."""
         attempt = self.attempt(request_id)
         asked = self.requests[request_id]
         num_tokens = len(asked.token_ids) + len(asked.resume_ids)
         return self.hear(Deliver(attempt, tuple(choices), cached_tokens, num_tokens))
 
     def load_failed(self, request_id: str, valid_through: int, reason: str) -> list[Output]:
-        """A hand-over failed."""
+        """Report that a hand-over failed."""
         return self.hear(Fail(self.attempt(request_id), valid_through, reason))
 
     def unquarantine(self, attempt: Attempt) -> None:
-        """No write of an attempt can land any more."""
+        """Report that no write of an attempt can arrive any more."""
         assert self.hear(Unquarantine(attempt)) == []
 
     def hear(self, action: Any) -> list[Output]:
@@ -432,7 +432,7 @@ class Loop:
         """Blocks that sources may write, by attempt."""
         return dict(self.target._reserved)
 
-    # --- doing ---
+    # --- actions ---
 
     def add(self, request: AddRequest) -> None:
         self.scheduler.add(request)
@@ -481,7 +481,7 @@ class Loop:
         return touched
 
     def take(self) -> None:
-        """Read what the target tells its transfer thread."""
+        """Read the target's messages to its transfer thread."""
         names = {self.attempt(name): name for name, r in self.requests.items() if r.transfer}
         told, self.transfers.told = self.transfers.told, []
         for item in told:
@@ -510,7 +510,7 @@ class Loop:
         self.update()
 
     def run(self, limit: int = 2000) -> None:
-        """Step until nothing is left to do."""
+        """Step until no work is left."""
         for _ in range(limit):
             if not self.scheduler.has_work():
                 return
@@ -541,7 +541,7 @@ class Loop:
             self.check_windows(sequence)
 
     def check_windows(self, sequence: Sequence_) -> None:
-        """A sequence holds what its window and a step or two need, and no more."""
+        """Check that a sequence holds only the blocks of its window and a step or two."""
         steps = self.depth * self.config.max_num_batched_tokens
         for group, table in zip(self.config.groups, sequence.tables, strict=True):
             if not group.window:
@@ -553,7 +553,7 @@ class Loop:
             assert held <= -(-(group.window + steps) // group.block_size) + 1, "more than a window"
 
     def check_immutable(self, plan: StepPlan) -> None:
-        """No step writes a block that is in the prefix cache, or that a transfer still reads."""
+        """Check that a step writes no block in the prefix cache or under a transfer's read."""
         tables = {s.handle: s.tables for s in self.scheduler.sequences()}
         for step in plan.steps:
             for g, group in enumerate(self.config.groups):
@@ -578,11 +578,11 @@ class Loop:
         return direct(self.config.groups, request, choice, self.config.max_model_len)
 
     def expected_of(self, request: AddRequest) -> tuple[list[int], str]:
-        """What a request would give here."""
+        """Expected output of a request in this loop."""
         return direct(self.config.groups, request, 0, self.config.max_model_len)
 
     def check_stream(self, request_id: str, choice: int = 0) -> None:
-        """A choice gave what it must, or ended early for a reason that it was given."""
+        """Check that a choice gave the expected tokens, or ended early for a known reason."""
         stream, request = self.streams[request_id, choice], self.requests[request_id]
         tokens, reason = self.expected(request_id, choice)
         if request.params.prompt_logprobs is not None and stream.tokens and not request.transfer:
@@ -593,7 +593,7 @@ class Loop:
         assert (stream.tokens, stream.finish) == (tokens, reason)
 
     def check_streams(self) -> None:
-        """So did all choices; only what the pool could never hold ended with an error."""
+        """Check all choices; only requests larger than the pool may end with an error."""
         for request in self.requests.values():
             for choice in range(request.params.n):
                 self.check_stream(request.request_id, choice)
@@ -604,12 +604,12 @@ class Loop:
 
 
 def prompt(length: int, start: int = 1) -> list[int]:
-    """So many tokens, other ones for another start."""
+    """`length` tokens, which differ by `start`."""
     return [(start + 7 * i) % 23 for i in range(length)]
 
 
 def ask(request_id: str, tokens: list[int], **fields: object) -> AddRequest:
-    """A request; `fields` go to the sampling parameters, or to the request where it has them."""
+    """A request; `fields` are fields of the request, or else sampling parameters."""
     names = set(AddRequest.__struct_fields__)
     own = {name: value for name, value in fields.items() if name in names}
     sampling = {name: value for name, value in fields.items() if name not in names}

@@ -1,4 +1,4 @@
-"""Waiting for what happens elsewhere: every wait polls, and has a deadline."""
+"""Waits for events elsewhere: every wait polls, and has a deadline."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from kvbaton.testing.kit import tasks_per_core
 
 PATIENCE_S = 60.0
-"""How long a test waits for what must happen but has no promised time."""
+"""Seconds that a test waits for an event that must happen, but in no promised time."""
 
 
 def promised(seconds: float) -> float:
-    """How long what is promised within some seconds may take here, where others may be at work."""
+    """Limit for an event promised within `seconds`, on a machine that others may use."""
     return seconds * tasks_per_core()
 
 
@@ -25,11 +25,11 @@ def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE_S) 
     while not condition():
         waited = time.monotonic() - began
         assert waited < seconds, f"{what}: not within {seconds:g} s"
-        time.sleep(min(max(0.002, waited / 50), 0.005))  # each look takes the interpreter
+        time.sleep(min(max(0.002, waited / 50), 0.005))  # each check takes the interpreter
 
 
 async def eventually(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
-    """The same on the event loop; the condition may be a coroutine function."""
+    """As `until`, on the event loop; the condition may be a coroutine function."""
     limit = time.monotonic() + seconds
     while True:
         holds = condition()

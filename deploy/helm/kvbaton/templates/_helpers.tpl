@@ -11,7 +11,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- if .Values.secrets.existingSecret }}{{ .Values.secrets.existingSecret }}{{ else }}{{ include "kvbaton.name" . }}-keys{{ end }}
 {{- end }}
 
-{{/* Secrets go by the environment: a command line can be read by anyone. */}}
+{{/* Secrets are passed in the environment: any process can read a command line. */}}
 {{- define "kvbaton.keys" -}}
 - name: KVBATON_CLUSTER_KEY
   valueFrom: {secretKeyRef: {name: {{ include "kvbaton.secret" . }}, key: clusterKey}}
@@ -30,7 +30,7 @@ allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 {{- end }}
 
-{{/* Where pods of a kind may run. */}}
+{{/* Placement of the pods of one kind. */}}
 {{- define "kvbaton.placement" -}}
 {{- with .nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
