@@ -61,10 +61,10 @@ ALONE = "alone"
 """Name of the way that asks only the prefill node."""
 
 REPORT_S = 0.05
-"""Longest time from a client's first token to the prefill step's entry in the list of steps."""
+"""Seconds after a client's first token until the prefill step is in the node's list of steps."""
 
 PAUSE_S = 1.0
-"""Pause between requests of a pair.
+"""Seconds between requests of a pair.
 
 After 0.1 s of work the power cap lowers a GPU's clock by a sixth, which would slow the next request
 (the prefill node decodes in one way, and is idle in the other).

@@ -40,7 +40,7 @@ BLOCK_V = 32
 SOLVE = {2: {"num_warps": 4, "num_stages": 1}, 4: {"num_warps": 8, "num_stages": 1}}
 SCAN = {
     2: {"BLOCK_V": 64, "num_warps": 4, "num_stages": 3},
-    4: {"BLOCK_V": 32, "num_warps": 4, "num_stages": 1},  # two chunks would not fit
+    4: {"BLOCK_V": 32, "num_warps": 4, "num_stages": 1},  # two stages would not fit
 }
 """Launch options of the two prefill kernels, by element size in bytes; measured on an H100."""
 

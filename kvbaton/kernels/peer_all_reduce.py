@@ -5,8 +5,9 @@ for the others' flags, and adds up in the order of ranks, so that all get the sa
 second synchronisation: an inbox has two halves, and a rank raises its next flag only after it has
 read this half. NCCL's LL protocols and vendors' kernels follow this pattern.
 
-"Two-shot", for larger tensors of more than two ranks: each rank receives one share of all tensors,
-adds it up, and sends the sum to all. Four ranks then send half as much, but synchronise twice.
+"Two-shot", for larger tensors of more than two ranks: each rank receives its share of every tensor,
+adds the shares up, and sends their sum to all. Four ranks then send half as much, but synchronise
+twice.
 
 The host reads no tensor, so a CUDA graph may capture it. If a rank never comes, the others wait
 until `PeerMemory.abort`.

@@ -317,7 +317,7 @@ def _prompt(
 
 
 def _pad_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Pad [T, heads, D] with zeros to [1, size, heads, D]; strides within a token stay."""
+    """Pad [T, heads, D] with zeros to [1, size, heads, D]; a token's strides are kept."""
     if len(x) == size:
         return x[None]
     shape, strides = (1, size, *x.shape[1:]), (size * x.stride(0), *x.stride())
