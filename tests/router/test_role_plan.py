@@ -38,12 +38,16 @@ def plan(
     roles: RolePlan,
     at: float,
     there: dict[str, NodeLoad],
-    *how: float,
+    step_s: float,
+    sequence_s: float,
+    full_s: float,
+    output_tokens: float,
     own: float | None = None,
 ) -> Set[str]:
     """By a router of one process, unless it is told how many texts are its own."""
     everybody = sum(load.sequences - load.pending for load in there.values())
-    return roles.plan(at, there, *how, everybody if own is None else own)
+    own = everybody if own is None else own
+    return roles.plan(at, there, step_s, sequence_s, full_s, output_tokens, own)
 
 
 def given(
