@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kvbaton.bench.report import median, publish, rows_of
 from kvbaton.config import check_positive, flag
 from kvbaton.connectors.base import Memory, Notice
-from kvbaton.connectors.nixl_library import load_nixl
+from kvbaton.connectors.nixl_library import load_nixl, loopback_only
 from kvbaton.connectors.registry import load_transport
 from kvbaton.errors import INTERRUPTED, ConfigError, TransportError
 from kvbaton.testing.kit import CaseFailure, KitBroke
@@ -234,7 +234,8 @@ class BareNixl:
     def __init__(self, name: str, *, host: str = "127.0.0.1") -> None:
         del host  # NIXL names its own addresses
         api = load_nixl("--transports").api
-        self.agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False))
+        with loopback_only():  # as the `nixl` transport beside it
+            self.agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False))
         self.name, self.address = name, 0
 
     def register(self, memory: Memory) -> None:

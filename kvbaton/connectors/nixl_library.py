@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from kvbaton.errors import ConfigError
@@ -52,3 +54,20 @@ def load_nixl(flag: str) -> NixlLibrary:
         )
         return NixlLibrary(api, bindings, tuple(own))
     raise ConfigError(flag, f"nixl needs the package nixl-cu13: {'; '.join(errors)}")
+
+
+@contextmanager
+def loopback_only() -> Iterator[None]:
+    """Agents that are made meanwhile use no network device but the loopback: UCX looks only then.
+
+    Another device that goes away later, as those of containers do, would break their connections.
+    """
+    before = os.environ.get("UCX_NET_DEVICES")
+    os.environ["UCX_NET_DEVICES"] = "lo"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["UCX_NET_DEVICES"]
+        else:
+            os.environ["UCX_NET_DEVICES"] = before

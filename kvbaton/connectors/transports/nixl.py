@@ -37,11 +37,10 @@ A new agent has another name and other metadata, so `card` changes with it.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import msgspec
@@ -58,6 +57,7 @@ from kvbaton.connectors.base import (
     Status,
 )
 from kvbaton.connectors.guard import GuardCard, guard_card, watch
+from kvbaton.connectors.nixl_library import loopback_only
 from kvbaton.connectors.transports.nixl_parts import (
     NixlAgent,
     Place,
@@ -491,17 +491,8 @@ class NixlTransport:
     def _make_agent(self) -> NixlAgent:
         """Make an agent with a new name."""
         self._number += 1
-        # UCX reads its environment now: with a loopback host show it only the loopback device.
-        before = os.environ.get("UCX_NET_DEVICES")
-        if is_loopback(self._host):
-            os.environ["UCX_NET_DEVICES"] = "lo"
-        try:
+        with loopback_only() if is_loopback(self._host) else nullcontext():
             return NixlAgent(f"{self.name}/{self._number}")
-        finally:
-            if before is None:
-                os.environ.pop("UCX_NET_DEVICES", None)
-            else:
-                os.environ["UCX_NET_DEVICES"] = before
 
     def _destroy_agent(self, reason: str) -> None:
         agent = self._running()
