@@ -304,12 +304,17 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
     kind.contract.check(kind.flag, target, factory)
     filled = {name: filled_in(kind.flag, name, value) for name, value in options.items()}
     arguments = context | filled
+    taken: list[str] = []
     try:
-        inspect.signature(factory).bind(**arguments)
+        signature = inspect.signature(factory)
+        named = (p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD)
+        taken = [name for name in named if name not in context]
+        signature.bind(**arguments)
     except (TypeError, ValueError) as error:
         ours = next((name for name in context if f"argument '{name}'" in str(error)), None)
         what = "these options" if ours is None else f"{ours}, which each {kind.noun} is given"
-        raise ConfigError(kind.flag, f"{target} does not take {what}: {error}") from error
+        known = f"; its options are {', '.join(taken)}" if taken and ours is None else ""
+        raise ConfigError(kind.flag, f"{target} does not take {what}: {error}{known}") from error
     _check_types(kind, target, factory, {name: arguments[name] for name in options})
     try:
         connector = factory(**arguments)

@@ -57,7 +57,7 @@ def test_options_reach_the_constructor_and_win_over_the_context() -> None:
         ("memory:{", "is not JSON"),
         ('{"memory": {}}', "NAME or NAME:"),
         ("memory:[1]", "must be a JSON object"),
-        ('memory:{"colour": 1}', "does not take these options: .*colour"),
+        ('memory:{"colour": 1}', "does not take these options: .*colour.*; its options are hub"),
         ("no_such_package.mod:Class", "can't load no_such_package.mod:Class: No module"),
         (PATH + "s", "can't load .*MemoryTransports"),
         ("kvbaton.connectors.base:RANGES", "can't load"),
