@@ -97,6 +97,8 @@ def filled_in(flag: str, option: str, value: Any) -> Any:
 
 FIRST_CONTRACT = "1.0"
 _VERSION = re.compile(r"(\d+)\.(\d+)")
+NOT_OPTIONS = {"store": ("name", "clock"), "transport": ("name", "host", "clock", "hub")}
+"""By kind: parameters of constructors that kvbaton gives, or that JSON can't express."""
 
 
 @dataclass(frozen=True)
@@ -304,16 +306,13 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
     kind.contract.check(kind.flag, target, factory)
     filled = {name: filled_in(kind.flag, name, value) for name, value in options.items()}
     arguments = context | filled
-    taken: list[str] = []
     try:
-        signature = inspect.signature(factory)
-        named = (p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD)
-        taken = [name for name in named if name not in context]
-        signature.bind(**arguments)
+        inspect.signature(factory).bind(**arguments)
     except (TypeError, ValueError) as error:
         ours = next((name for name in context if f"argument '{name}'" in str(error)), None)
         what = "these options" if ours is None else f"{ours}, which each {kind.noun} is given"
-        known = f"; its options are {', '.join(taken)}" if taken and ours is None else ""
+        taken = [option.name for option in options_of(kind, factory)] if ours is None else []
+        known = f"; its options are {', '.join(taken)}" if taken else ""
         raise ConfigError(kind.flag, f"{target} does not take {what}: {error}{known}") from error
     _check_types(kind, target, factory, {name: arguments[name] for name in options})
     try:
@@ -333,12 +332,11 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
         missing = ", ".join(name for name in wanted if getattr(connector, name, None) is None)
         noun = kind.noun.capitalize()
         raise ConfigError(kind.flag, f"{target} is not a {noun}: it lacks {missing}")
-    for name in dir(kind.protocol):
-        if name[0] != "_" and inspect.iscoroutinefunction(getattr(connector, name)):
-            told = f"{target} has a coroutine, {name}, which nobody awaits"
-            if kind is STORES:
-                told += ": what is asynchronous in a store returns futures of `concurrent.futures`"
-            raise ConfigError(kind.flag, told)
+    if (name := first_coroutine(connector, kind.protocol)) is not None:
+        told = f"{target} has a coroutine, {name}, which nobody awaits"
+        if kind is STORES:
+            told += ": what is asynchronous in a store returns futures of `concurrent.futures`"
+        raise ConfigError(kind.flag, told)
     if not isinstance(able := connector.capabilities, kind.capabilities):
         raise ConfigError(kind.flag, f"{target} declares no valid capabilities: {able!r}")
     for name, hint in get_type_hints(kind.capabilities).items():
@@ -347,6 +345,22 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
             told = f"{target} declares {name}={value!r}, which is no {wanted.__name__}"
             raise ConfigError(kind.flag, told)
     return connector
+
+
+def options_of(kind: Kind, factory: Any) -> list[inspect.Parameter]:
+    """Parameters of a constructor that are options; empty if it has no signature."""
+    try:
+        every = inspect.signature(factory).parameters.values()
+    except ValueError:  # written in C
+        return []
+    ours = NOT_OPTIONS[kind.noun]
+    return [p for p in every if p.kind is not p.VAR_KEYWORD and p.name not in ours]
+
+
+def first_coroutine(plugin: object, protocol: type) -> str | None:
+    """Name of the first public member of a protocol that a plug-in has as `async def`."""
+    names = (name for name in dir(protocol) if name[0] != "_")
+    return next((n for n in names if inspect.iscoroutinefunction(getattr(plugin, n, None))), None)
 
 
 def _check_types(kind: Kind, target: str, factory: Any, options: Mapping[str, Any]) -> None:

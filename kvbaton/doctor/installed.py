@@ -24,13 +24,11 @@ from kvbaton.connectors.registry import (
     load_store,
     load_transport,
     open_store,
+    options_of,
     split_spec,
 )
 from kvbaton.connectors.store import InDirectory, Namespaced
 from kvbaton.errors import ConfigError, KvbatonError
-
-NOT_OPTIONS = {"store": ("name", "clock"), "transport": ("name", "host", "clock", "hub")}
-"""By kind: parameters of constructors that kvbaton gives, or that JSON can't express."""
 
 
 class Installed(Struct, kw_only=True):
@@ -82,7 +80,7 @@ def _look(kind: Kind, spec: str) -> Installed:
     where = list_connectors(kind).get(target, target)
     found = Installed(kind=kind.noun, name=spec, where=where)
     try:
-        parameters = _parameters(kind, find_connector(kind, target))
+        parameters = options_of(kind, find_connector(kind, target))
         found.options = [p.name + "*" * (p.default is p.empty) for p in parameters]
         if missing := [o[:-1] for o in found.options if o[-1] == "*" and o[:-1] not in given]:
             found.problem = f"it needs {', '.join(missing)}"
@@ -101,16 +99,6 @@ def _look(kind: Kind, spec: str) -> Installed:
     return found
 
 
-def _parameters(kind: Kind, factory: Any) -> list[inspect.Parameter]:
-    """Parameters of a constructor that are options; empty if it has no signature."""
-    try:
-        every = inspect.signature(factory).parameters.values()
-    except ValueError:  # written in C
-        return []
-    ours = NOT_OPTIONS[kind.noun]
-    return [p for p in every if p.kind is not p.VAR_KEYWORD and p.name not in ours]
-
-
 def _markdown(kind: Kind, spec: str) -> str:
     """A connector and its options in Markdown, from the docstrings of its class."""
     head = f"### {kind.noun} `{spec}`"
@@ -121,7 +109,7 @@ def _markdown(kind: Kind, spec: str) -> str:
     of_class = inspect.getdoc(factory) or ""
     text = f"{inspect.getdoc(factory.__init__)}\n\n{of_class}"
     lines = [head, "", of_class.partition("\n")[0]]
-    if parameters := _parameters(kind, factory):
+    if parameters := options_of(kind, factory):
         lines += ["", "| option | default | |", "| --- | --- | --- |"]
     for parameter in parameters:
         found = re.search(rf"^    {parameter.name}: (.*(?:\n {{5,}}.*)*)", text, re.MULTILINE)

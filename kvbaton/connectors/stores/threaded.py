@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import xxhash
 
+from kvbaton.connectors.registry import first_coroutine
 from kvbaton.connectors.store import NO_HINTS, Found, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.errors import ConfigError, StoreError
@@ -118,11 +119,10 @@ def _check_backend(name: str, backend: object) -> None:
     told = f"{name}'s back end, a {type(backend).__name__},"
     if missing := _lacks(backend, dir(Backend)):
         raise ConfigError("--store", f"{told} is not a Backend: it lacks {missing}")
-    for call in dir(Backend):
-        if inspect.iscoroutinefunction(getattr(backend, call, None)):
-            what = f"has a coroutine, {call}: its calls block; a client that is asynchronous"
-            what += " itself needs a Store, whose calls return futures of `concurrent.futures`"
-            raise ConfigError("--store", f"{told} {what}")
+    if (call := first_coroutine(backend, Backend)) is not None:
+        what = f"has a coroutine, {call}: its calls block; a client that is asynchronous"
+        what += " itself needs a Store, whose calls return futures of `concurrent.futures`"
+        raise ConfigError("--store", f"{told} {what}")
     able = getattr(backend, "capabilities", None)
     if not isinstance(able, StoreCapabilities):
         raise ConfigError("--store", f"{told} declares no valid capabilities: {able!r}")
