@@ -25,7 +25,7 @@ from kvbaton.config import check_positive, flag, flag_of, secret_flag
 from kvbaton.errors import INTERRUPTED, ConfigError
 from kvbaton.messages import OTHER_TYPES, UNREADABLE
 from kvbaton.server.config import check_url
-from kvbaton.server.network import TrustConfig, bearer
+from kvbaton.server.network import TrustConfig, bearer, first_key
 from kvbaton.server.sse import DONE, read_events
 
 FIRST_TOKEN_ID = 3
@@ -115,9 +115,8 @@ async def measure(load: ServeLoad) -> tuple[list[Shot], float]:
     """
     connector = aiohttp.TCPConnector(limit=0, ssl=load.trust.client(load.base_url))
     timeout = aiohttp.ClientTimeout(total=load.timeout_s)
-    keys = (load.api_key or "").split()  # a router's variable may hold several
     async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=bearer(next(iter(keys), None))
+        connector=connector, timeout=timeout, headers=bearer(first_key(load.api_key))
     ) as session:
         model = load.model or await served_model(session, load.base_url)
         prompts, shots = make_prompts(load), list[Shot]()

@@ -30,7 +30,7 @@ from kvbaton.messages import OTHER_TYPES, UNREADABLE
 from kvbaton.messages.nodes import NodesView, NodeView
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.server.config import check_url
-from kvbaton.server.network import TrustConfig, bearer, registration_token
+from kvbaton.server.network import TrustConfig, bearer, first_key, registration_token
 from kvbaton.server.sse import DONE, read_events
 
 SENT_BYTES = re.compile(r"^kvbaton_transfer_sent_bytes_total (\S+)", re.MULTILINE)
@@ -347,9 +347,8 @@ class Chat:
     async def open(cls, config: ChatConfig, console: Console) -> Chat | None:
         """Ask for the endpoint's model and show it; None if the endpoint does not answer."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        keys = (config.api_key or "").split()  # the environment variable may have several keys
         session = aiohttp.ClientSession(
-            headers=bearer(next(iter(keys), None)),
+            headers=bearer(first_key(config.api_key)),
             timeout=timeout,
             connector=aiohttp.TCPConnector(ssl=config.trust.client(config.base_url)),
         )

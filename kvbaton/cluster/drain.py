@@ -18,7 +18,7 @@ from kvbaton.messages import UNREADABLE
 from kvbaton.messages.nodes import DrainProgress
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.server.config import check_url
-from kvbaton.server.network import TrustConfig, bearer, operator_token, scheme_hint
+from kvbaton.server.network import TrustConfig, bearer, first_key, operator_token, scheme_hint
 
 POLL_S = 0.2
 ANSWER_S = 5.0
@@ -76,8 +76,7 @@ def run(config: DrainConfig) -> int:
 
 
 async def _drain(config: DrainConfig) -> bool:
-    own = (config.operator_key or "").split()  # the environment variable may have several keys
-    key = operator_token(config.cluster_key) or next(iter(own), None)
+    key = operator_token(config.cluster_key) or first_key(config.operator_key)
     url, headers = f"{config.url.rstrip('/')}/drain", bearer(key)
     began, answered, told = time.monotonic(), False, ""
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
@@ -98,10 +97,11 @@ async def _drain(config: DrainConfig) -> bool:
             except aiohttp.ClientConnectorError as failure:
                 wrong = aiohttp.ClientSSLError | aiohttp.ClientConnectorDNSError
                 if not answered and (isinstance(failure, wrong) or failure.errno in UNREACHABLE):
-                    hint = "--ssl-ca-certs says whom to trust"
-                    why = f"{failure}{scheme_hint(url, str(failure))}"
-                    why = f"{why}; {hint}" if "CERTIFICATE" in why else why
-                    raise ConfigError("URL", f"{config.url} can't be asked: {why}") from failure
+                    hint = scheme_hint(url, str(failure))
+                    if "CERTIFICATE" in str(failure):
+                        hint += "; --ssl-ca-certs says whom to trust"
+                    why = f"{config.url} can't be asked: {failure}{hint}"
+                    raise ConfigError("URL", why) from failure
                 if not answered:  # it may have ended before, or the port is wrong
                     print(f"kvbaton: nobody listens at {config.url}", file=sys.stderr)
                 return True  # the process has ended

@@ -94,6 +94,11 @@ def bearer(token: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
+def first_key(keys: str | None) -> str | None:
+    """The first of some API keys: the environment variable of a server may have several."""
+    return next(iter((keys or "").split()), None)
+
+
 def carries_token(authorization: str | None, token: str) -> bool:
     """Whether an ``Authorization`` header carries this token, compared in constant time."""
     given = (authorization or "").encode(errors="replace")
