@@ -116,11 +116,11 @@ class BackDoor(Protocol):
 
 
 _folders: set[tempfile.TemporaryDirectory[str]] = set()
-"""Of all rigs that are open."""
+"""Temporary folders of all open rigs."""
 
 
 def remove_folders() -> None:
-    """Remove those of cases that hang, for a process that ends without any clean-up."""
+    """Remove the folders of open rigs, before a process with a hung case exits without clean-up."""
     for folder in tuple(_folders):
         shutil.rmtree(folder.name, ignore_errors=True)
 
