@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from itertools import groupby
 
 import msgspec
 import numpy as np
@@ -15,9 +16,9 @@ from torch import Tensor
 from kvbaton.connectors.base import Device, Memory
 from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.connectors.layout import ALIGNMENT, BLOCK, GroupKind, KVLayout, contiguous_plane
-from kvbaton.engine.upload import upload_ids
+from kvbaton.engine.upload import lend, upload_ids
 from kvbaton.errors import ConfigError
-from kvbaton.kernels.digest import block_sums
+from kvbaton.kernels.digest import TableSums, empty_sums
 
 PAGE = 4096
 """Alignment of the pool in bytes, as required by transports that register memory."""
@@ -45,6 +46,7 @@ class BlockView:
     Attributes:
         data: [blocks, head, layer, kv, token, feature].
         sums: [blocks, layers, kv, heads] int64, or None.
+        table_sums: Recomputes sums from the data, and may store them in `sums`.
         layout: Layout of blocks with all these layers.
     """
 
@@ -67,6 +69,7 @@ class BlockView:
         if track_sums:
             of_blocks = (len(blocks), layers, planes, heads)
             self.sums = torch.zeros(of_blocks, dtype=torch.int64, device=blocks.device)
+        self.table_sums = TableSums(self.data, self.sums)
         plane = contiguous_plane(
             name=name,
             num_blocks=len(blocks),
@@ -106,7 +109,6 @@ class BlockMemory:
         data: Data of the first group's view.
         sums: Sums of the first group's view; None if none are kept.
         layouts: Per KV group, layout of its blocks.
-        group_data: Per KV group, data of its layers: the first ones in its view.
         counted: Per block, number of leading slots that its sums cover.
 
     Raises:
@@ -117,7 +119,6 @@ class BlockMemory:
     data: Tensor
     sums: Tensor | None
     layouts: list[KVLayout]
-    group_data: list[Tensor]
 
     def __init__(
         self,
@@ -179,26 +180,51 @@ class BlockMemory:
 
     def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> list[Sums]:
         """Recompute sums from memory: per range [blocks, layers, kv, heads]; `keep` stores them."""
-        found = []
-        for held in ranges:
-            group, blocks, *tokens = held
-            ids = torch.tensor(blocks, dtype=torch.int64, device=self.blocks.device)
-            sums = block_sums(self.group_data[group], ids, *tokens)
-            if keep:
-                self.keep(held, ids, sums)
-            found.append(_unsigned(sums))
-        return found
+        found = self.fetch_digest(ranges, keep=keep)
+        if self.blocks.is_cuda:
+            torch.cuda.current_stream(self.blocks.device).synchronize()
+        return [sums.numpy().view(np.uint64) for sums in found]
 
-    def keep(self, held: BlockRange, ids: Tensor, sums: Tensor) -> None:
-        """Store recomputed sums with their blocks `ids`, if sums are kept at all.
+    def fetch_digest(
+        self,
+        ranges: Sequence[BlockRange],
+        *,
+        keep: bool = False,
+        stream: torch.cuda.Stream | None = None,
+    ) -> list[Tensor]:
+        """Start to do what `digest` does, with one launch per view.
 
-        Does nothing if the first block is covered only in part: it is never cached nor sent.
+        Sums are not kept with a range whose first block is covered only in part: it is never cached
+        nor sent.
+
+        Args:
+            ranges: Ranges of blocks to sum.
+            keep: Whether to store the sums.
+            stream: Stream of a GPU; None is the current one. Its device must be the current one.
+
+        Returns:
+            The sums, in memory of the host that is valid once the stream has come here. It must be
+            held until then: torch does not know that a kernel writes it.
         """
-        if self.sums is None or held.start > held.first_position:
-            return
-        self.group_sums(held.group).index_copy_(0, ids, sums)
-        size, tokens = self.layouts[held.group].block_size, held.end - held.first_position
-        self.counted[list(held.blocks)] = np.clip(tokens - size * np.arange(len(ids)), 0, size)
+        found: list[Tensor] = []
+        for view, alike in groupby(ranges, lambda held: self.views[held.group]):
+            same, size = list(alike), view.layout.block_size
+            counts = [len(held.blocks) for held in same]
+            table = np.empty((sum(counts), 8), np.int64)
+            for held, part in zip(same, np.split(table, np.cumsum(counts)[:-1]), strict=True):
+                numbers = size * np.arange(len(part))
+                part[:, 0], part[:, 1] = held.blocks, held.first_position + numbers
+                part[:, 2:5] = held.start, held.end, -1
+                if keep and view.sums is not None and held.start <= held.first_position:
+                    part[:, 4] = blocks = part[:, 0]
+                    tokens = held.end - held.first_position
+                    self.counted[blocks] = np.clip(tokens - numbers, 0, size)
+            (sent,) = lend([table], self.blocks.device, stream)
+            sums = empty_sums(view.data, len(table), torch.device("cpu"))
+            view.table_sums(sent.view(table.shape), sums, stream)
+            for held, own in zip(same, torch.split(sums, counts), strict=True):
+                found.append(own[:, : self.num_layers(held.group)])
+        return found
 
 
 def _memory(num_blocks: int, block_bytes: int, device: torch.device, flag: str) -> Tensor:

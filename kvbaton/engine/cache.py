@@ -11,14 +11,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvbaton.connectors.digest import BlockRange
 from kvbaton.connectors.layout import LAYER, KVLayout
 from kvbaton.engine.block_memory import BlockMemory, BlockView
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.kv_groups import KVGroup, block_bytes
 from kvbaton.engine.state_blocks import StateBlocks
 from kvbaton.engine.upload import fetch, upload, upload_ids
-from kvbaton.kernels.digest import add_sums, block_sums, start_sums, table_sums
+from kvbaton.kernels.digest import add_sums, block_sums, start_sums
 from kvbaton.kernels.rope_write import narrow
 
 LONG_RUN = 4
@@ -202,10 +201,6 @@ class KVCache(BlockMemory):
             _layout_of(view.layout, g, group)
             for g, (view, group) in enumerate(zip(self.views, groups, strict=True))
         ]
-        self.group_data = [
-            view.data[:, :, : len(group.layers)]
-            for view, group in zip(self.views, groups, strict=True)
-        ]
         self._scales = scales or {}
 
     def scales(self, layer: int) -> tuple[float, float]:
@@ -304,27 +299,6 @@ class KVCache(BlockMemory):
         """Start to fetch sums kept with blocks to the host: [blocks, layers, kv, heads]."""
         sums = self.group_sums(group).index_select(0, upload_ids(blocks, self.data.device))
         return fetch(sums.contiguous())
-
-    def fetch_digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> list[Tensor]:
-        """Start to compute what `digest` does, and fetch it; with one launch per view."""
-        found: list[Tensor] = []
-        for view, alike in groupby(ranges, lambda held: self.views[held.group]):
-            same, size = list(alike), view.layout.block_size
-            counts = [len(held.blocks) for held in same]
-            table = np.empty((4, sum(counts)), np.int64)
-            for held, part in zip(same, np.split(table, np.cumsum(counts)[:-1], 1), strict=True):
-                part[0], part[2], part[3] = held.blocks, held.start, held.end
-                part[1] = held.first_position + size * np.arange(part.shape[1])
-            (sent,) = upload([table], self.data.device)
-            sums = table_sums(view.data, sent.view(table.shape))
-            ids = sent[: table.shape[1]]
-            columns = (torch.split(column, counts) for column in (ids, sums, fetch(sums)))
-            for held, blocks, there, here in zip(same, *columns, strict=True):
-                layers = self.num_layers(held.group)
-                if keep:
-                    self.keep(held, blocks, there[:, :layers])
-                found.append(here[:, :layers])
-        return found
 
 
 def _layout_of(whole: KVLayout, number: int, group: KVGroup) -> KVLayout:

@@ -13,6 +13,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -39,13 +40,21 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Sequence
     return torch.split(sent, sizes)
 
 
-def lend(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Sequence[Tensor]:
-    """Do as `upload`, for the next kernel, which reads each word once; saves one launch.
+def lend(
+    arrays: Sequence[npt.NDArray[Any]],
+    device: torch.device,
+    stream: torch.cuda.Stream | None = None,
+) -> Sequence[Tensor]:
+    """Do as `upload`, for the next kernel of a stream, which reads each word only a few times.
 
-    If that kernel is a copy, it must change the dtype, else it would use a copy engine.
+    Saves one launch. If that kernel is a copy, it must change the dtype, else it would use a copy
+    engine. Without `stream`, it is the current one.
     """
-    there, sizes = _filled(arrays, device)
-    return torch.split(there.to(device, non_blocking=True), sizes)
+    there, sizes = _filled(arrays, device, stream)
+    if there.device.type != device.type:
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            there = there.to(device, non_blocking=True)
+    return torch.split(there, sizes)
 
 
 def upload_into(array: npt.NDArray[np.int64], target: Tensor) -> None:
@@ -69,10 +78,14 @@ def fetch(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _filled(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> tuple[Tensor, list[int]]:
+def _filled(
+    arrays: Sequence[npt.NDArray[Any]],
+    device: torch.device,
+    stream: torch.cuda.Stream | None = None,
+) -> tuple[Tensor, list[int]]:
     """Stage arrays for the device, see `_staged`; returns the tensor and the arrays' sizes."""
     sizes = list(map(_size, arrays))
-    host, there = _staged(sum(sizes), device)
+    host, there = _staged(sum(sizes), device, stream)
     start = 0
     for array, size in zip(arrays, sizes, strict=True):
         host[start : start + size] = array.ravel()
@@ -80,13 +93,15 @@ def _filled(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> tuple[T
     return there, sizes
 
 
-def _staged(count: int, device: torch.device) -> tuple[npt.NDArray[np.int64], Tensor]:
-    """Memory for words that the current stream will read, as seen by host and device.
+def _staged(
+    count: int, device: torch.device, stream: torch.cuda.Stream | None = None
+) -> tuple[npt.NDArray[np.int64], Tensor]:
+    """Memory for words that a stream will read (the current one), as seen by host and device.
 
     The tensor is either on the device, or in host memory and still to be copied.
     """
     if device.type == "cuda" and count <= SEGMENT_WORDS:
-        ring = _ring(device)
+        ring = _ring(stream or torch.cuda.current_stream(device))
         if ring is not None:
             return ring.take(count)
     host = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -135,10 +150,9 @@ class PinnedRing:
 _rings = threading.local()
 
 
-def _ring(device: torch.device) -> PinnedRing | None:
-    """The ring of this thread and the device's current stream; None if there can't be one."""
+def _ring(stream: torch.cuda.Stream) -> PinnedRing | None:
+    """The ring of this thread and a stream; None if there can't be one."""
     rings: dict[Any, PinnedRing | None] = _rings.__dict__
-    stream = torch.cuda.current_stream(device)
     name = f"{stream.device_index} {stream.cuda_stream}"
     if name not in rings:
         try:

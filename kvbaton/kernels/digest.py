@@ -20,7 +20,9 @@ universal string hashing is fast", 2014.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,9 @@ WORD_TYPES = {4: torch.uint32, 2: torch.uint16, 1: torch.uint8}
 TOKENS_PER_PROGRAM = 16
 WORDS_PER_PROGRAM = 4096
 """Most words that a program reads at a time: rows of latents and encoder outputs are long."""
+WORDS_PER_TILE = 2048
+TILES_PER_PROGRAM = 16
+"""Tiles (of `WORDS_PER_TILE`, or of one head) that a program of `TableSums` sums."""
 
 
 def token_sums(x: Tensor, positions: Tensor) -> Tensor:
@@ -70,62 +75,108 @@ def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, e
     Raises:
         ValueError: A GPU can't read `cache` as words, because of its strides.
     """
-    return table_sums(cache, range_table(blocks, first_position, start, end, cache.shape[-2]))
+    table = range_table(blocks, first_position, start, end, cache.shape[-2])
+    return TableSums(cache)(table, empty_sums(cache, len(table), cache.device))
 
 
 def range_table(
     blocks: Tensor, first_position: int, start: int, end: int, block_size: int
 ) -> Tensor:
-    """Table for `table_sums` of consecutive logical blocks of one sequence."""
+    """Table for `TableSums` of consecutive logical blocks of one sequence."""
     positions = first_position + block_size * torch.arange(len(blocks), device=blocks.device)
-    bounds = (torch.full_like(positions, bound) for bound in (start, end))
-    return torch.stack([blocks.long(), positions, *bounds])  # no device synchronisation
+    rest = (torch.full_like(positions, value) for value in (start, end, -1, 0, 0, 0))
+    return torch.stack([blocks.long(), positions, *rest], 1)  # no device synchronisation
 
 
-def table_sums(cache: Tensor, table: Tensor) -> Tensor:
-    """Like `block_sums`, for any blocks.
+def empty_sums(cache: Tensor, count: int, device: torch.device) -> Tensor:
+    """Memory for the sums of `count` blocks of a cache: pinned if the host has it for a GPU."""
+    _, heads, layers, planes, *_ = cache.shape
+    pin = cache.is_cuda and device.type == "cpu"
+    shape = (count, layers, planes, heads)
+    return torch.empty(shape, dtype=torch.int64, device=device, pin_memory=pin)
+
+
+class TableSums:
+    """Digest sums of any blocks of one cache.
+
+    To find the compiled kernel, Triton looks at each argument in Python, which takes 0.3 ms in a
+    thread that has rested: caches are cold then. So all but the table are bound here, and the
+    kernel that the first launch found is launched again.
 
     Args:
         cache: As in `block_sums`.
-        table: [4, n] int64, contiguous: physical block, absolute position of its first token,
-            first position to include, and position after the last one to include.
+        kept: [blocks, L, KV, H] int64, contiguous, on the cache's device: the blocks' kept sums.
+
+    Raises:
+        ValueError: A GPU can't read `cache` as words, because of its strides.
     """
-    if not use_triton(cache):
-        return table_sums_reference(cache, table)
-    words = _words_in_place(cache)
-    if words is None:
-        raise ValueError(
-            f"cache: strides {cache.stride()} do not let rows of {cache.shape[-1]} elements be "
-            f"read as words of {_word_bytes(cache)} bytes"
-        )
-    _, heads, layers, planes, block_size, num_words = words.shape
-    count = table.shape[1]
-    sums = torch.empty((count, layers, planes, heads), dtype=torch.int64, device=cache.device)
-    if count:
-        _block_kernel[(count * heads * layers * planes,)](
-            words,
-            table,
-            plane_weights(num_words, planes, cache.device),
-            sums,
-            count,
-            heads,
-            layers,
-            planes,
-            *words.stride()[:5],
-            BLOCK_SIZE=block_size,
-            NUM_WORDS=num_words,
-            BLOCK_T=tokens_together(block_size, num_words),
-            BLOCK_W=next_power_of_2(num_words),
-        )
-    return sums
+
+    def __init__(self, cache: Tensor, kept: Tensor | None = None) -> None:
+        self._cache, self._kept = cache, kept
+        self._compiled: Any = None
+        if not use_triton(cache):
+            return
+        words = _words_in_place(cache)
+        if words is None:
+            raise ValueError(
+                f"cache: strides {cache.stride()} do not let rows of {cache.shape[-1]} elements be "
+                f"read as words of {_word_bytes(cache)} bytes"
+            )
+        _, heads, layers, planes, block_size, num_words = words.shape
+        block_t, block_w = tokens_together(block_size, num_words), next_power_of_2(num_words)
+        block_h = min(next_power_of_2(heads), max(1, WORDS_PER_TILE // (block_t * block_w)))
+        self._words, self._weights = words, plane_weights(num_words, planes, cache.device)
+        self._sizes = heads, layers, planes, *words.stride()[:5]
+        tiles = min(layers * planes, TILES_PER_PROGRAM)
+        self._programs = cdiv(heads, block_h) * cdiv(layers * planes, tiles)
+        self._constants = {
+            "BLOCK_SIZE": block_size,
+            "NUM_WORDS": num_words,
+            "BLOCK_H": block_h,
+            "BLOCK_T": block_t,
+            "BLOCK_W": block_w,
+            "TILES": tiles,
+        }
+
+    def __call__(
+        self, table: Tensor, sums: Tensor, stream: torch.cuda.Stream | None = None
+    ) -> Tensor:
+        """Sum blocks, in the order of the stream.
+
+        Args:
+            table: [n, 8] int64, contiguous, on the device or in memory of the host that it can
+                access: physical block, absolute position of its first token, first position to
+                include, position after the last one to include, and the block whose kept sums are
+                set, or -1; the rest is ignored.
+            sums: [n, L, KV, H] int64, contiguous, also in one of these memories: set to the sums.
+            stream: Stream of a GPU; None is the current one. Its device must be the current one.
+
+        Returns:
+            `sums`.
+        """
+        if not use_triton(self._cache):
+            sums.copy_(table_sums_reference(self._cache, table))
+            kept_at = table[:, 4]
+            if self._kept is not None:
+                self._kept[kept_at[kept_at >= 0]] = sums[kept_at >= 0]
+            return sums
+        grid = len(table) * self._programs, 1, 1
+        kept = sums if self._kept is None else self._kept
+        args = self._words, table, self._weights, sums, kept, *self._sizes
+        if self._compiled is not None and stream is not None:
+            self._compiled[grid](*args, *self._constants.values(), stream=stream.cuda_stream)
+        elif len(table):
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                self._compiled = _block_kernel[grid](*args, **self._constants)
+        return sums
 
 
 def table_sums_reference(cache: Tensor, table: Tensor) -> Tensor:
-    """`table_sums` on the CPU: one product reads each block once, in place.
+    """`TableSums` on the CPU: one product reads each block once, in place.
 
     The product is NumPy's, since torch is five times slower on strided integers.
     """
-    in_place, (blocks, first, start, end) = _words_in_place(cache), table
+    in_place, (blocks, first, start, end, *_) = _words_in_place(cache), table.t()
     if in_place is None:
         in_place, blocks = _words(cache[blocks.long()]), torch.arange(len(blocks))
     words = in_place.numpy()
@@ -213,13 +264,13 @@ def tokens_together(block_size: int, num_words: int) -> int:
     return min(TOKENS_PER_PROGRAM, next_power_of_2(block_size), most)
 
 
-@jit("table", "count")
+@jit("table", "sums", "kept")
 def _block_kernel(
     words: tl.tensor,
     table: tl.tensor,
     word_weights: tl.tensor,
     sums: tl.tensor,
-    count: tl.tensor,
+    kept: tl.tensor,
     heads: tl.tensor,
     layers: tl.tensor,
     planes: tl.tensor,
@@ -230,34 +281,53 @@ def _block_kernel(
     stride_token: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     NUM_WORDS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    TILES: tl.constexpr,
 ) -> None:
-    """One program sums one block in one (head, layer, kv)."""
+    """One program sums one block in BLOCK_H heads of TILES planes of layers."""
     number = tl.program_id(0).to(tl.int64)
-    kv = number % planes
-    layer = number // planes % layers
-    head = number // (planes * layers) % heads
-    index = number // (planes * layers * heads)
-    block = tl.load(table + index)
-    first_position = tl.load(table + count + index)
-    start = tl.load(table + 2 * count + index)
-    end = tl.load(table + 3 * count + index)
-    base = words + block * stride_block + head * stride_head + layer * stride_layer + kv * stride_kv
+    parts = tl.cdiv(heads, BLOCK_H)
+    tiles = layers * planes
+    first_head = number % parts * BLOCK_H
+    first_tile = number // parts % tl.cdiv(tiles, TILES) * TILES
+    index = number // (parts * tl.cdiv(tiles, TILES))
+    # One read, since each is slow from memory of the host.
+    field = tl.arange(0, 8)
+    fields = tl.load(table + 8 * index + field)
+    block = tl.sum(tl.where(field == 0, fields, 0), axis=0)
+    first_position = tl.sum(tl.where(field == 1, fields, 0), axis=0)
+    start = tl.sum(tl.where(field == 2, fields, 0), axis=0)
+    end = tl.sum(tl.where(field == 3, fields, 0), axis=0)
+    kept_block = tl.sum(tl.where(field == 4, fields, 0), axis=0)
+    row = tl.arange(0, BLOCK_H * BLOCK_T)
+    head = first_head + row // BLOCK_T
+    summed_head = first_head + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_W)
-    weight = tl.load(word_weights + kv * NUM_WORDS + column, mask=column < NUM_WORDS, other=0)
-    total = tl.zeros([BLOCK_T], dtype=tl.int64)
-    for first in range(0, BLOCK_SIZE, BLOCK_T):
-        token = first + tl.arange(0, BLOCK_T).to(tl.int64)
-        position = first_position + token
-        counted = (token < BLOCK_SIZE) & (position >= start) & (position < end)
-        mask = counted[:, None] & (column < NUM_WORDS)[None, :]
-        place = base + token[:, None] * stride_token + column[None, :]
-        data = tl.load(place, mask=mask, other=0).to(tl.int64)
-        rows = tl.sum((data + 1) * weight[None, :], axis=1)
-        total += tl.where(counted, rows * position_weight(position), 0)
-    place = ((index * layers + layer) * planes + kv) * heads + head
-    tl.store(sums + place, tl.sum(total, axis=0))
+    for nth in range(TILES):
+        tile = first_tile + nth
+        layer, kv = tile // planes, tile % planes
+        weight = tl.load(word_weights + kv * NUM_WORDS + column, mask=column < NUM_WORDS, other=0)
+        base = words + block * stride_block + layer * stride_layer + kv * stride_kv
+        total = tl.zeros([BLOCK_H * BLOCK_T], dtype=tl.int64)
+        for first in range(0, BLOCK_SIZE, BLOCK_T):
+            token = first + (row % BLOCK_T).to(tl.int64)
+            position = first_position + token
+            counted = (token < BLOCK_SIZE) & (position >= start) & (position < end)
+            counted &= (head < heads) & (tile < tiles)
+            mask = counted[:, None] & (column < NUM_WORDS)[None, :]
+            place = (head * stride_head + token * stride_token)[:, None] + column[None, :]
+            data = tl.load(base + place, mask=mask, other=0).to(tl.int64)
+            rows = tl.sum((data + 1) * weight[None, :], axis=1)
+            total += tl.where(counted, rows * position_weight(position), 0)
+        of_heads = tl.sum(tl.reshape(total, [BLOCK_H, BLOCK_T]), axis=1)
+        place = tile * heads + summed_head
+        there = (summed_head < heads) & (tile < tiles)
+        tl.store(sums + index * tiles * heads + place, of_heads, mask=there)
+        tl.store(
+            kept + kept_block * tiles * heads + place, of_heads, mask=there & (kept_block >= 0)
+        )
 
 
 @jit()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbaton.kernels.digest import block_sums, token_sums
+from kvbaton.kernels.digest import TableSums, block_sums, empty_sums, range_table, token_sums
 from tests.support.digests import block_sums_reference
 
 MASK = (1 << 64) - 1
@@ -199,6 +199,43 @@ def test_block_kernel(place: Any, block_size: int, order: tuple[int, ...]) -> No
     sums = block_sums(cache, blocks.to(place.device, torch.int32), base, start, end)
     expected = block_sums_reference(cache.cpu(), blocks, base, start, end)
     assert torch.equal(sums.cpu(), expected)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_table_sums_of_apart_blocks_and_which_of_them_are_kept(place: Any, heads: int) -> None:
+    cache = place.randn(9, heads, 5, 2, 4, 6)
+    kept = torch.full((9, 5, 2, heads), 7, dtype=torch.int64, device=place.device)
+    lines = [[4, 8, 8, 12, 4], [2, 40, 41, 43, -1], [6, 0, 0, 3, 1]]  # block ... kept with
+    table = torch.tensor([[*line, 0, 0, 0] for line in lines], device=place.device)
+    sum_blocks = TableSums(cache, kept)
+    first = sum_blocks(table, empty_sums(cache, 3, place.device)).cpu()
+    for (block, position, start, end, at), sums in zip(lines, first, strict=True):
+        ids = torch.tensor([block])
+        assert torch.equal(sums, block_sums_reference(cache.cpu(), ids, position, start, end)[0])
+        assert at < 0 or torch.equal(kept[at].cpu(), sums)
+    assert (kept[[0, 2, 3, 5, 6, 7, 8]] == 7).all()
+    assert torch.equal(sum_blocks(table, empty_sums(cache, 3, place.device)).cpu(), first)
+
+
+@pytest.mark.gpu
+def test_table_sums_by_memory_of_the_host_and_on_another_stream() -> None:
+    device = torch.device("cuda:0")
+    cache = torch.randn(40, 8, 32, 2, 16, 128, device=device).bfloat16()
+    kept = torch.zeros((40, 32, 2, 8), dtype=torch.int64, device=device)
+    sum_blocks, stream = TableSums(cache, kept), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    for blocks in ([3, 1, 39], [7, 5], [2]):  # the second launch reuses the first one's kernel
+        table = range_table(torch.tensor(blocks), 16, 16, 16 * len(blocks) + 9, 16)
+        table[:, 4] = table[:, 0]
+        sums = sum_blocks(
+            table.pin_memory(), empty_sums(cache, len(blocks), torch.device("cpu")), stream
+        )
+        stream.synchronize()
+        ids = torch.tensor(blocks)
+        assert torch.equal(
+            sums, block_sums_reference(cache.cpu(), ids, 16, 16, 16 * len(blocks) + 9)
+        )
+        assert torch.equal(kept[blocks].cpu(), sums)
 
 
 def test_block_kernel_names_strides_it_cannot_read(place: Any) -> None:

@@ -8,7 +8,9 @@ steps in flight, after an event of the default stream that those streams wait fo
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TypeVar
@@ -47,17 +49,22 @@ def timed_event() -> torch.cuda.Event:
 
 
 def enqueued(
-    take: Callable[[], T], *, patience_s: float | None = None, over: torch.cuda.Event | None = None
+    take: Callable[[], T],
+    *,
+    patience_s: float | None = None,
+    over: torch.cuda.Event | None = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> Pending[T]:
-    """A result that is ready once all work enqueued on the current stream so far is done.
+    """A result that is ready once all work enqueued on a stream so far is done.
 
     Args:
         take: Returns the result then.
         patience_s: Longest wait in seconds; None waits for the driver without a limit.
         over: Event to use; None makes one.
+        stream: The stream; None is the current one.
     """
     over = over or torch.cuda.Event()  # type: ignore[no-untyped-call]
-    over.record()
+    over.record(stream)
 
     def ready() -> bool:
         return bool(over.query())  # type: ignore[no-untyped-call]
@@ -98,6 +105,8 @@ class CudaWorker(ModelWorker):
         self._sums_stream = _urgent_stream(settings.device)
         self._later_sums_stream = _urgent_stream(settings.device)
         self._digest_stream = _urgent_stream(settings.device)
+        # Held until they are ready, see `BlockMemory.fetch_digest`.
+        self._digests, self._digests_lock = deque[Pending[list[Sums]]](), threading.Lock()
 
     def fit(self) -> int:
         """See `Worker.fit`; connects the ranks only now, when all of them are made."""
@@ -127,7 +136,8 @@ class CudaWorker(ModelWorker):
         streams = self._sums_stream, self._later_sums_stream, self._digest_stream
         fill_allocators(self._activations, streams)
         warm_up(self.runner, self.settings.config)
-        self.cache.fetch_digest([BlockRange(0, [1], 0, 0, self.settings.config.block_size)])
+        for group, layout in enumerate(self.cache.layouts):
+            self.digest([BlockRange(group, [1], 0, 0, layout.block_size)])
         torch.cuda.synchronize(self.settings.device)
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
@@ -155,9 +165,16 @@ class CudaWorker(ModelWorker):
 
     def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> Pending[list[Sums]]:
         """See `Worker.digest`; kept sums are in place once the result is ready."""
-        with torch.cuda.stream(self._digest_stream), torch.inference_mode():
-            found = self.cache.fetch_digest(ranges, keep=keep)
-            return enqueued(lambda: [sums.numpy().view(np.uint64) for sums in found])
+        with torch.cuda.device(self.settings.device), self._digests_lock:
+            while self._digests and self._digests[0].ready():
+                self._digests.popleft()
+            stream = self._digest_stream
+            found = self.cache.fetch_digest(ranges, keep=keep, stream=stream)
+            pending = enqueued(
+                lambda: [sums.numpy().view(np.uint64) for sums in found], stream=stream
+            )
+            self._digests.append(pending)
+            return pending
 
     def close(self) -> None:
         """See `Worker.close`; waits for the steps in flight."""

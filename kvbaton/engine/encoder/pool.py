@@ -48,7 +48,7 @@ class EncoderPool(BlockMemory):
         )
         view = BlockView(self.blocks, shape, dtype)
         self.views, self.data, self.sums = [view], view.data, view.sums
-        self.layouts, self.group_data = [view.layout], [view.data]
+        self.layouts = [view.layout]
 
     def gather(self, blocks: Tensor, offsets: Tensor) -> Tensor:
         """Read rows, by block and row within it, each [n] integers: [n, levels, hidden]."""
