@@ -318,10 +318,14 @@ class _Prices:
         least = targets[0][0] if targets else 0.0
         if self._itl is not None:  # a request that is late anyway misses nothing more
             least = min((bound - missed for bound, _, missed, _, _ in targets), default=0.0)
+        # While chunks fit, hand-overs between nodes of role any would only even out queues, and
+        # sequences would gather at one node, until its chunks are too small.
+        alone = costs.chunks_fit and options.singles
         # Least wait first, then most of the prompt cached: most other sources are left out.
         sources = [
             (options.wait_s(costs, node), options.new(node), place, node, able)
             for place, (node, able) in enumerate(options.pairs.sources)
+            if not alone or node.role == "prefill"
         ]
         sources.sort(key=itemgetter(0, 1, 2))
         cheapest, place_of = math.inf, (0, 0)

@@ -290,6 +290,24 @@ def test_a_node_that_is_free_to_compute_is_kept_so_while_another_can_generate(
     assert found[1] == "a"
 
 
+def test_while_chunks_fit_nodes_of_any_role_hand_nothing_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hand-overs evened out queues, but gathered the sequences at one node, whose chunks shrank."""
+    monkeypatch.setattr(CostModel, "chunks_fit", True)
+    slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 25.0, "itl_percentile": 95.0}
+    loads = {
+        "a": NodeLoad(sequences=40, tokens=80_000),
+        "b": NodeLoad(prompt_tokens=6000, sequences=10, tokens=20_000, prefill_us=200_000),
+    }
+    found = {
+        role: ids(route("cost", wired(QUICK, (role, "any")), 2000, loads, **slos))
+        for role in ("any", "prefill")
+    }
+    assert found["any"] in {(None, "a"), (None, "b")}
+    assert found["prefill"] == ("a", "b"), "that is what it is for"
+
+
 def test_prompts_each_of_which_would_do_no_harm_are_counted_together() -> None:
     """A node that generates is given one short prompt, but not the fifth."""
     both = [member(f"a{i}", "any", load=H200) for i in range(2)]
