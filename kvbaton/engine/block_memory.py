@@ -16,7 +16,7 @@ from torch import Tensor
 from kvbaton.connectors.base import Device, Memory
 from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.connectors.layout import ALIGNMENT, BLOCK, GroupKind, KVLayout, contiguous_plane
-from kvbaton.engine.upload import lend, upload_ids
+from kvbaton.engine.upload import lent, stage, upload_ids
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.digest import TableSums, empty_sums
 
@@ -207,23 +207,24 @@ class BlockMemory:
             held until then: torch does not know that a kernel writes it.
         """
         found: list[Tensor] = []
+        device = self.blocks.device
         for view, alike in groupby(ranges, lambda held: self.views[held.group]):
             same, size = list(alike), view.layout.block_size
-            counts = [len(held.blocks) for held in same]
-            table = np.empty((sum(counts), 8), np.int64)
-            for held, part in zip(same, np.split(table, np.cumsum(counts)[:-1]), strict=True):
-                numbers = size * np.arange(len(part))
+            count = sum(len(held.blocks) for held in same)
+            words, there = stage(8 * count, device, stream)
+            table, past = words.reshape(count, 8), 0
+            sums = empty_sums(view.data, count, torch.device("cpu"))
+            for held in same:
+                first, past = past, past + len(held.blocks)
+                numbers, part = size * np.arange(past - first), table[first:past]
                 part[:, 0], part[:, 1] = held.blocks, held.first_position + numbers
                 part[:, 2:5] = held.start, held.end, -1
                 if keep and view.sums is not None and held.start <= held.first_position:
                     part[:, 4] = blocks = part[:, 0]
-                    tokens = held.end - held.first_position
-                    self.counted[blocks] = np.clip(tokens - numbers, 0, size)
-            (sent,) = lend([table], self.blocks.device, stream)
-            sums = empty_sums(view.data, len(table), torch.device("cpu"))
-            view.table_sums(sent.view(table.shape), sums, stream)
-            for held, own in zip(same, torch.split(sums, counts), strict=True):
-                found.append(own[:, : self.num_layers(held.group)])
+                    counted = np.minimum(held.end - held.first_position - numbers, size)
+                    self.counted[blocks] = np.maximum(counted, 0)
+                found.append(sums[first:past, : self.num_layers(held.group)])
+            view.table_sums(lent(there, device, stream).view(count, 8), sums, stream)
         return found
 
 

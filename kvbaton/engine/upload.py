@@ -40,26 +40,18 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Sequence
     return torch.split(sent, sizes)
 
 
-def lend(
-    arrays: Sequence[npt.NDArray[Any]],
-    device: torch.device,
-    stream: torch.cuda.Stream | None = None,
-) -> Sequence[Tensor]:
-    """Do as `upload`, for the next kernel of a stream, which reads each word only a few times.
+def lend(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Sequence[Tensor]:
+    """Do as `upload`, for the next kernel, which reads each word once; saves one launch.
 
-    Saves one launch. If that kernel is a copy, it must change the dtype, else it would use a copy
-    engine. Without `stream`, it is the current one.
+    If that kernel is a copy, it must change the dtype, else it would use a copy engine.
     """
-    there, sizes = _filled(arrays, device, stream)
-    if there.device.type != device.type:
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            there = there.to(device, non_blocking=True)
-    return torch.split(there, sizes)
+    there, sizes = _filled(arrays, device)
+    return torch.split(lent(there, device), sizes)
 
 
 def upload_into(array: npt.NDArray[np.int64], target: Tensor) -> None:
     """Send an array to a tensor of the same shape, ordered on the current stream."""
-    host, there = _staged(array.size, target.device)
+    host, there = stage(array.size, target.device)
     host[:] = array.ravel()
     if there.is_cuda:
         torch.add(there.view(array.shape), 0, out=target)
@@ -78,27 +70,12 @@ def fetch(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _filled(
-    arrays: Sequence[npt.NDArray[Any]],
-    device: torch.device,
-    stream: torch.cuda.Stream | None = None,
-) -> tuple[Tensor, list[int]]:
-    """Stage arrays for the device, see `_staged`; returns the tensor and the arrays' sizes."""
-    sizes = list(map(_size, arrays))
-    host, there = _staged(sum(sizes), device, stream)
-    start = 0
-    for array, size in zip(arrays, sizes, strict=True):
-        host[start : start + size] = array.ravel()
-        start += size
-    return there, sizes
-
-
-def _staged(
+def stage(
     count: int, device: torch.device, stream: torch.cuda.Stream | None = None
 ) -> tuple[npt.NDArray[np.int64], Tensor]:
     """Memory for words that a stream will read (the current one), as seen by host and device.
 
-    The tensor is either on the device, or in host memory and still to be copied.
+    The tensor is either on the device, or in host memory and still to be copied, see `lent`.
     """
     if device.type == "cuda" and count <= SEGMENT_WORDS:
         ring = _ring(stream or torch.cuda.current_stream(device))
@@ -106,6 +83,25 @@ def _staged(
             return ring.take(count)
     host = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.numpy(), host
+
+
+def lent(there: Tensor, device: torch.device, stream: torch.cuda.Stream | None = None) -> Tensor:
+    """The filled memory of `stage`, as the next kernel of the stream may read it."""
+    if there.device.type == device.type:
+        return there
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        return there.to(device, non_blocking=True)
+
+
+def _filled(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> tuple[Tensor, list[int]]:
+    """Stage arrays for the device, see `stage`; returns the tensor and the arrays' sizes."""
+    sizes = list(map(_size, arrays))
+    host, there = stage(sum(sizes), device)
+    start = 0
+    for array, size in zip(arrays, sizes, strict=True):
+        host[start : start + size] = array.ravel()
+        start += size
+    return there, sizes
 
 
 class PinnedRing:

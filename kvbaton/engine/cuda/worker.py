@@ -105,6 +105,7 @@ class CudaWorker(ModelWorker):
         self._sums_stream = _urgent_stream(settings.device)
         self._later_sums_stream = _urgent_stream(settings.device)
         self._digest_stream = _urgent_stream(settings.device)
+        self._device = torch.cuda.device(settings.device)
         # Held until they are ready, see `BlockMemory.fetch_digest`.
         self._digests, self._digests_lock = deque[Pending[list[Sums]]](), threading.Lock()
 
@@ -165,7 +166,7 @@ class CudaWorker(ModelWorker):
 
     def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> Pending[list[Sums]]:
         """See `Worker.digest`; kept sums are in place once the result is ready."""
-        with torch.cuda.device(self.settings.device), self._digests_lock:
+        with self._digests_lock, self._device:
             while self._digests and self._digests[0].ready():
                 self._digests.popleft()
             stream = self._digest_stream
