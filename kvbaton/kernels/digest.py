@@ -160,12 +160,14 @@ class TableSums:
             if self._kept is not None:
                 self._kept[kept_at[kept_at >= 0]] = sums[kept_at >= 0]
             return sums
+        if not len(table):
+            return sums
         grid = len(table) * self._programs, 1, 1
         kept = sums if self._kept is None else self._kept
         args = self._words, table, self._weights, sums, kept, *self._sizes
         if self._compiled is not None and stream is not None:
             self._compiled[grid](*args, *self._constants.values(), stream=stream.cuda_stream)
-        elif len(table):
+        else:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 self._compiled = _block_kernel[grid](*args, **self._constants)
         return sums
