@@ -110,7 +110,8 @@ async def chat_prompt(
         return asked, None
     if not (form.reasons or form.always_read or functions is not None):
         return asked, None
-    reader = OutputReader(partial(form.parser, prompt, functions), form.call_id)
+    only = isinstance(body.tool_choice, openai.AllowedToolsChoice)
+    reader = OutputReader(partial(form.parser, prompt, functions, only=only), form.call_id)
     return with_marks(asked, form, calls=functions is not None), reader
 
 
@@ -131,7 +132,25 @@ def callable_functions(frontend: Frontend, body: openai.ChatRequest) -> Function
                 "must be a JSON schema, an object", param=f"tools[{i}].function.parameters"
             )
         functions[name] = parameters or {}
-    return functions
+    choice, chosen = body.tool_choice, dict[str, openai.NamedFunction]()
+    if isinstance(choice, openai.NamedFunction):
+        chosen = {"tool_choice": choice}
+    elif isinstance(choice, openai.AllowedToolsChoice):
+        where, allowed = "tool_choice.allowed_tools.tools", choice.allowed_tools.tools
+        chosen = {f"{where}[{i}]": named for i, named in enumerate(allowed)}
+    for field, named in chosen.items():
+        if (name := named.function.name) not in functions:
+            raise RequestError(f"there is no function {name!r} in tools", param=field)
+    names = [named.function.name for named in chosen.values()] or functions
+    return {name: functions[name] for name in names}
+
+
+def forces_calls(body: openai.ChatRequest) -> bool:
+    """Whether the answer has to call a function."""
+    choice = body.tool_choice
+    if isinstance(choice, openai.AllowedToolsChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice not in (None, "none", "auto")
 
 
 async def chat_grammar(
@@ -150,9 +169,10 @@ async def chat_grammar(
     """
     asks = wanted(body.response_format, body.structured_outputs)
     field, piece = asks or ("tools", None)
-    form, forces = frontend.output_format, body.tool_choice not in (None, "none", "auto")
+    form, forces = frontend.output_format, forces_calls(body)
     begins = not body.continue_final_message  # a new message may begin with reasoning
-    one = body.parallel_tool_calls is False or (forces and body.tool_choice != "required")
+    named = isinstance(body.tool_choice, openai.NamedFunction)
+    one = body.parallel_tool_calls is False or named
 
     async def checked(calls: Functions | None) -> str:
         grammar, rules = OutputGrammar(), list[str]()
@@ -170,13 +190,13 @@ async def chat_grammar(
         if field == "structured_outputs":
             raise RequestError("excludes a tool_choice that forces calls", param=field)
         assert functions is not None, "see check_chat"
-        return await checked(forced_functions(functions, body.tool_choice))
+        return await checked(forced_functions(functions))
     if piece is None:
         return ""
     answer = await checked(None)
     if functions is not None and begins and field != "structured_outputs":
         with suppress(RequestError):  # for names and schemas that no grammar can express
-            wanted_calls = forced_functions(functions, "required")
+            wanted_calls = forced_functions(functions)
             for calls in (wanted_calls, loosened(wanted_calls)):
                 with suppress(RequestError):
                     return await checked(calls)
@@ -422,7 +442,7 @@ class ParsedFormatter(ChatFormatter):
     @override
     def finish_reason(self, new: Event) -> str | None:
         # As in OpenAI's API and vLLM: with a named function in `tool_choice` the reason is "stop".
-        named = isinstance(self.body.tool_choice, dict)
+        named = isinstance(self.body.tool_choice, openai.NamedFunction)
         ended = new.delta.finish_reason == "stop" and not named
         called = ended and self._parsers[new.choice].num_calls
         return "tool_calls" if called else new.delta.finish_reason

@@ -17,8 +17,9 @@ from kvbaton.errors import RequestError
 from kvbaton.messages import openai
 from kvbaton.server.answer import Event, ResponseFormatter, fold, respond
 from kvbaton.server.bodies import REQUEST_ID
-from kvbaton.server.chat import OutputReader, chat_prompt
+from kvbaton.server.chat import OutputReader, chat_prompt, encode_chat
 from kvbaton.server.frontend import FRONTEND
+from kvbaton.server.validation import check_model
 from kvbaton.text.output_parser import Kind, MessagePart
 
 # --- the request as a chat ---
@@ -121,6 +122,26 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         if ours in names and error.message.startswith(f"{ours} "):
             error.message = f"{error.param}{error.message.removeprefix(ours)}"
         raise
+
+
+async def num_input_tokens(
+    request: web.Request, body: openai.ChatRequest, fields: Mapping[str, str]
+) -> int:
+    """Number of prompt tokens of a chat that was made from a request of another API.
+
+    Args:
+        request: HTTP request to answer.
+        body: The chat.
+        fields: By field of the chat, the name of the client's field.
+
+    Raises:
+        RequestError: See `encode_chat`; or another model.
+    """
+    frontend = request.app[FRONTEND]
+    check_model(frontend, body.model)
+    with renamed(fields):
+        ids, _ = await encode_chat(frontend, body, request)
+    return len(ids)
 
 
 # --- the answer, in blocks ---

@@ -36,7 +36,6 @@ from kvbaton.messages.anthropic import (
 )
 from kvbaton.server.answer import Event
 from kvbaton.server.bodies import json_response, made_of_body, read_body
-from kvbaton.server.chat import encode_chat
 from kvbaton.server.conversation import (
     EFFORTS,
     ContentBlock,
@@ -44,14 +43,12 @@ from kvbaton.server.conversation import (
     Conversation,
     arguments,
     function,
-    renamed,
+    num_input_tokens,
     respond_in_blocks,
     thinks,
 )
-from kvbaton.server.frontend import FRONTEND
 from kvbaton.server.openapi import contract
 from kvbaton.server.sse import named_event
-from kvbaton.server.validation import check_model
 
 PING = named_event("ping")
 DELTAS = {
@@ -73,14 +70,10 @@ async def messages(request: web.Request) -> web.StreamResponse:
 @contract(body=CountTokensRequest, answer=CountTokensResponse, error=MessagesError)
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of a conversation, by Anthropic's Messages API."""
-    frontend = request.app[FRONTEND]
     body, names = await made_of_body(
         request, chat_request, await read_body(request, CountTokensRequest)
     )
-    check_model(frontend, body.model)
-    with renamed(names):
-        ids, _ = await encode_chat(frontend, body, request)
-    return json_response(CountTokensResponse(len(ids)))
+    return json_response(CountTokensResponse(await num_input_tokens(request, body, names)))
 
 
 class MessagesFormatter(ContentBlockFormatter):
@@ -162,7 +155,7 @@ def content(block: ContentBlock) -> Content:
 BILLING = "x-anthropic-billing-header:"
 """Start of a line that Claude Code puts before its system prompt. The line is for Anthropic's
 servers and may change with each request, which would make every prefix hit miss."""
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+CHOICES: dict[str, openai.ToolMode] = {"auto": "auto", "any": "required", "none": "none"}
 COPIED = (
     "stream", "max_tokens", "temperature", "top_p", "top_k", "priority", "cache_salt", "timeout",
     "kv_transfer_params",
@@ -272,7 +265,7 @@ def answer(said: Conversation, held: Sequence[Struct], where: str) -> None:
             said.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
 
 
-def tool_choice(given: ToolChoice) -> str | dict[str, Any]:
+def tool_choice(given: ToolChoice) -> openai.ToolMode | openai.NamedFunction:
     """Turn a tool choice into that of a chat.
 
     Raises:
@@ -282,4 +275,4 @@ def tool_choice(given: ToolChoice) -> str | dict[str, Any]:
         return CHOICES[given.type]
     if given.name is None:
         raise RequestError("type tool needs the name of a tool", param="tool_choice.name")
-    return {"type": "function", "function": {"name": given.name}}
+    return openai.NamedFunction(openai.FunctionName(given.name))

@@ -293,29 +293,12 @@ def repeated(call: str, between: str) -> str:
     )
 
 
-def forced_functions(functions: Functions, choice: Any) -> Functions:
-    """The functions that may be called in an answer that has to call.
-
-    Args:
-        functions: Functions of the request's ``tools``.
-        choice: The request's ``tool_choice``, which forces calls.
+def forced_functions(functions: Functions) -> Functions:
+    """Complete the schemas of functions of which an answer has to call one.
 
     Raises:
-        RequestError: A field is wrong; the error names it.
+        RequestError: No grammar can express a name or the kind of a schema.
     """
-    if choice != "required":
-        named = choice.get("function") if isinstance(choice, Mapping) else None
-        name = named.get("name") if isinstance(named, Mapping) else None
-        if not isinstance(name, str):
-            raise RequestError(
-                'must be "auto", "none", "required" or {"type": "function", "function": {"name": '
-                "...}}",
-                param="tool_choice",
-                code="unsupported",
-            )
-        if name not in functions:
-            raise RequestError(f"there is no function {name!r} in tools", param="tool_choice")
-        functions = {name: functions[name]}
     for name, schema in functions.items():
         if not _NAME.fullmatch(name):
             allowed = "is not of letters, digits, _, . and -, 256 at most, and can't be forced"

@@ -24,10 +24,13 @@ MADE_OF = {
         {"model": "tiny", "messages": TALK},
         [(messages, "conversation"), (chat, "normalize_messages")],
     ),
-    "/v1/responses": (
-        {"model": "tiny", "input": TALK},
-        [(responses, "conversation"), (chat, "normalize_messages")],
-    ),
+    **{
+        path: (
+            {"model": "tiny", "input": TALK},
+            [(responses, "conversation"), (chat, "normalize_messages")],
+        )
+        for path in ("/v1/responses", "/v1/responses/input_tokens")
+    },
 }
 
 
