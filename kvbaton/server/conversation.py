@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,20 +94,6 @@ def function(name: str, description: str | None, parameters: Any) -> dict[str, A
 def thinks(wanted: bool) -> dict[str, Any]:
     """Variables by which Qwen's and DeepSeek's chat templates turn reasoning on or off."""
     return dict.fromkeys(("enable_thinking", "thinking"), wanted)
-
-
-def arguments(text: str) -> dict[str, Any]:
-    """Arguments of a call; text that is not a JSON object becomes the field ``INVALID_JSON``.
-
-    Such text comes from a call that was cut off. Lone surrogates, which JSON may escape but no
-    answer may contain, become question marks.
-    """
-    try:
-        found = json.loads(text) if text else {}
-        found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"INVALID_JSON": text}
 
 
 @contextmanager

@@ -41,7 +41,6 @@ from kvbaton.server.conversation import (
     ContentBlock,
     ContentBlockFormatter,
     Conversation,
-    arguments,
     function,
     num_input_tokens,
     respond_in_blocks,
@@ -148,6 +147,20 @@ def content(block: ContentBlock) -> Content:
     if block.kind == "reasoning":
         return ThinkingBlock(block.text)
     return ToolUseBlock(block.call_id, block.function, arguments(block.text))
+
+
+def arguments(text: str) -> dict[str, Any]:
+    """Arguments of a call; text that is not a JSON object becomes the field ``INVALID_JSON``.
+
+    Such text comes from a call that was cut off. Lone surrogates, which JSON may escape but no
+    answer may contain, become question marks.
+    """
+    try:
+        found = json.loads(text) if text else {}
+        found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"INVALID_JSON": text}
 
 
 # --- the request as a chat ---

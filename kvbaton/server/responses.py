@@ -6,7 +6,6 @@ Nothing is stored. Source: OpenAI's API reference, and what its SDK and Codex se
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ from kvbaton.server.conversation import (
     ContentBlock,
     ContentBlockFormatter,
     Conversation,
-    arguments,
     function,
     num_input_tokens,
     respond_in_blocks,
@@ -314,14 +312,11 @@ def conversation(body: ResponsesRequest) -> Conversation:
 
 def add_item(said: Conversation, item: ResponseItem, where: str) -> None:
     """Add an item that has all the fields that its type needs."""
-    call_id, written = item.call_id or "", item.arguments or ""
+    call_id = item.call_id or ""
     if item.type == "function_call_output":
         said.say("tool", parts(item.output, f"{where}.output"), tool_call_id=call_id)
     elif item.type == "function_call":
-        found = arguments(written)
-        if found.get("INVALID_JSON") == written:  # for example of a call that was cut off
-            written = json.dumps(found, ensure_ascii=False)
-        said.call(call_id, called(item.name or "", item.namespace), written)
+        said.call(call_id, called(item.name or "", item.namespace), item.arguments or "")
     elif item.type == "reasoning":
         field = "content" if item.content else "summary"
         for part, _ in parts(getattr(item, field), f"{where}.{field}"):
