@@ -140,7 +140,7 @@ def callable_functions(frontend: Frontend, body: openai.ChatRequest) -> Function
         chosen = {f"{where}[{i}]": named for i, named in enumerate(allowed)}
     for field, named in chosen.items():
         if (name := named.function.name) not in functions:
-            raise RequestError(f"there is no function {name!r} in tools", param=field)
+            raise RequestError(f"there is no function {name[:300]!r} in tools", param=field)
     names = [named.function.name for named in chosen.values()] or functions
     return {name: functions[name] for name in names}
 

@@ -48,6 +48,7 @@ from kvbaton.server.conversation import (
 )
 from kvbaton.server.openapi import contract
 from kvbaton.server.sse import named_event
+from kvbaton.server.validation import check_refused, refused
 
 PING = named_event("ping")
 DELTAS = {
@@ -183,6 +184,8 @@ FIELDS = {
 }
 """By field of a chat: the client's name of it."""
 
+UNSUPPORTED = refused(CountTokensRequest)
+
 B = TypeVar("B")
 
 
@@ -195,6 +198,7 @@ def chat_request(body: CountTokensRequest) -> tuple[openai.ChatRequest, dict[str
     Raises:
         RequestError: A field is wrong; the error names it.
     """
+    check_refused(body, UNSUPPORTED)
     if not body.messages:
         raise RequestError("must hold at least one message", param="messages")
     said = conversation(body)

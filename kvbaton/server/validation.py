@@ -31,6 +31,13 @@ MAX_SALT = 4096
 MAX_BAD_WORDS = 1024
 NOT_STORED = "no response is stored here, so pass what was said before as input"
 
+HINTS = {
+    "previous_response_id": NOT_STORED,
+    "conversation": NOT_STORED,
+    "output_format": "give output_config.format",
+}
+"""By field that is not supported: what to do instead."""
+
 
 def refused(kind: type[Struct]) -> tuple[str, ...]:
     """The fields of a request that are known and not supported."""
@@ -95,7 +102,7 @@ def check_refused(body: Struct, names: Sequence[str]) -> None:
         harmless = value is None or value is False or value in ("", [])
         if not harmless:
             hint = f': give structured_outputs {{"{name[7:]}": ...}}' if "guided_" in name else ""
-            hint = f": {NOT_STORED}" if name in ("previous_response_id", "conversation") else hint
+            hint = f": {HINTS[name]}" if name in HINTS else hint
             raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported")
 
 
