@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import NamedTuple
 
 from aiohttp import web
@@ -34,13 +34,13 @@ from kvbaton.server.validation import (
     truncated,
 )
 from kvbaton.text.chat import ImageUrl, normalize_messages
+from kvbaton.text.grammar_check import checked_grammar
 from kvbaton.text.harmony import HarmonyFormat
 from kvbaton.text.logprobs import chat_logprobs, prompt_logprobs
 from kvbaton.text.output_parser import OutputFormat, OutputParser
 from kvbaton.text.structured import (
     Functions,
     OutputGrammar,
-    checked_grammar,
     forced_functions,
     loosened,
     wanted,
@@ -100,7 +100,7 @@ async def chat_prompt(
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
-        grammar=await chat_grammar(frontend, body, prompt, functions),
+        grammar=await chat_grammar(request, frontend, body, prompt, functions),
     )
     who = tenant(request)
     asked = prompt_request(
@@ -154,11 +154,16 @@ def forces_calls(body: openai.ChatRequest) -> bool:
 
 
 async def chat_grammar(
-    frontend: Frontend, body: openai.ChatRequest, prompt: Sequence[int], functions: Functions | None
+    request: web.Request,
+    frontend: Frontend,
+    body: openai.ChatRequest,
+    prompt: Sequence[int],
+    functions: Functions | None,
 ) -> str:
     """The grammar of everything that the model writes; empty if the text is unconstrained.
 
     Args:
+        request: The HTTP request that brought the body.
         frontend: The endpoint, for the model's output format.
         body: The request.
         prompt: Token ids of the prompt, which may have begun the reasoning.
@@ -167,14 +172,14 @@ async def chat_grammar(
     Raises:
         RequestError: A field is wrong; the error names it.
     """
-    asks = wanted(body.response_format, body.structured_outputs)
+    asks = await made_of_body(request, wanted, body.response_format, body.structured_outputs)
     field, piece = asks or ("tools", None)
     form, forces = frontend.output_format, forces_calls(body)
     begins = not body.continue_final_message  # a new message may begin with reasoning
     named = isinstance(body.tool_choice, openai.NamedFunction)
     one = body.parallel_tool_calls is False or named
 
-    async def checked(calls: Functions | None) -> str:
+    def whole(calls: Functions | None) -> str:
         grammar, rules = OutputGrammar(), list[str]()
         if piece is not None and not forces:
             rule = grammar.part(piece)
@@ -183,23 +188,31 @@ async def chat_grammar(
             assert form is not None, "see callable_functions"
             rules.append(form.calls_rule(calls, grammar, one=one))
         before = form.reasoning_rule(prompt, grammar) if form and begins else ""
-        whole = grammar.whole(f"{before} ({' | '.join(rules)})")
-        return await checked_grammar(whole, "tools" if forces else field)
+        return grammar.whole(f"{before} ({' | '.join(rules)})")
+
+    async def checked(calls: Functions | None) -> str:
+        made = await made_of_body(request, whole, calls)
+        return await checked_grammar(made, "tools" if forces else field)
 
     if forces:
         if field == "structured_outputs":
             raise RequestError("excludes a tool_choice that forces calls", param=field)
         assert functions is not None, "see check_chat"
-        return await checked(forced_functions(functions))
+        return await checked(await made_of_body(request, forced_functions, functions))
     if piece is None:
         return ""
     answer = await checked(None)
     if functions is not None and begins and field != "structured_outputs":
-        with suppress(RequestError):  # for names and schemas that no grammar can express
-            wanted_calls = forced_functions(functions)
-            for calls in (wanted_calls, loosened(wanted_calls)):
-                with suppress(RequestError):
-                    return await checked(calls)
+        try:
+            wanted_calls = await made_of_body(request, forced_functions, functions)
+        except RequestError:  # for names and schemas that no grammar can express
+            return answer
+        for calls in (wanted_calls, loosened(wanted_calls)):
+            try:
+                return await checked(calls)
+            except RequestError as error:
+                if error.status != HTTPStatus.BAD_REQUEST:
+                    raise
     return answer
 
 
