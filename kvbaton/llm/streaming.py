@@ -42,8 +42,9 @@ from kvbaton.server.validation import (
     unique,
 )
 from kvbaton.text.detokenize import TextOptions
+from kvbaton.text.grammar_check import checked_grammar
 from kvbaton.text.logprobs import Logprobs, named_logprobs
-from kvbaton.text.structured import BODY, StructuredOutputs, checked_grammar, joined, wanted
+from kvbaton.text.structured import BODY, StructuredOutputs, joined, wanted
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import NodeId
 

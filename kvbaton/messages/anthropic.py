@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from kvbaton.messages.openai import Refused
+
 # --- content blocks ---
 
 
@@ -144,6 +146,7 @@ class CountTokensRequest(Struct, kw_only=True):
     """Body of ``POST /v1/messages/count_tokens``.
 
     Attributes:
+        output_format: The older name of ``output_config.format``.
         chat_template_kwargs: Extension.
     """
 
@@ -154,6 +157,8 @@ class CountTokensRequest(Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: Refused = None
+    mcp_servers: Refused = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -9,7 +9,7 @@ is optional here; its default is filled in when the request is converted.
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -115,6 +115,35 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: int | None = None
 
 
+ToolMode = Literal["none", "auto", "required"]
+"""Whether functions can't, may or must be called."""
+
+
+class FunctionName(Struct):
+    """Name of one of the request's tools."""
+
+    name: str
+
+
+class NamedFunction(Struct, tag_field="type", tag="function"):
+    """A function; as ``tool_choice`` it must be called."""
+
+    function: FunctionName
+
+
+class AllowedTools(Struct):
+    """Functions that may be called (``auto``), or of which one must be called (``required``)."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Meta(min_length=1)]
+
+
+class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools"):
+    """Restricts calls to some of the request's tools; the model sees all of them."""
+
+    allowed_tools: AllowedTools
+
+
 class ChatRequest(SamplingFields, kw_only=True):
     """Body of ``POST /v1/chat/completions``.
 
@@ -129,7 +158,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
 
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolMode | NamedFunction | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

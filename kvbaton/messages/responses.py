@@ -6,11 +6,11 @@ Names and shapes are those of OpenAI's API reference; fields marked *extension* 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-from kvbaton.messages.openai import Refused
+from kvbaton.messages.openai import Refused, ToolMode
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Kind = Literal["message", "reasoning", "function_call", "function_call_output"]
@@ -80,12 +80,18 @@ class NamespaceTool(Struct, tag_field="type", tag="namespace"):
     description: str | None = None
 
 
-class FunctionChoice(Struct, kw_only=True, omit_defaults=True):
-    """Requires a call of this function."""
+class FunctionChoice(Struct, tag_field="type", tag="function", omit_defaults=True):
+    """A function; as ``tool_choice`` it must be called."""
 
-    type: Literal["function"]
     name: str
     namespace: str | None = None
+
+
+class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools"):
+    """Restricts calls to some of the request's tools; the model sees all of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Meta(min_length=1)]
 
 
 class TextConfig(Struct, kw_only=True):
@@ -112,7 +118,7 @@ class ResponseFields(Struct, kw_only=True):
     reasoning: ReasoningConfig | None = None
     temperature: float | None = None
     text: TextConfig | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = "auto"
+    tool_choice: ToolMode | FunctionChoice | AllowedFunctions | None = "auto"
     tools: list[FunctionTool | NamespaceTool] | None = []
     top_p: float | None = None
 
@@ -164,6 +170,13 @@ class ResponseUsage(Struct, kw_only=True):
     output_tokens: int
     output_tokens_details: dict[str, int]
     total_tokens: int
+
+
+class InputTokens(Struct, kw_only=True):
+    """Answer of ``POST /v1/responses/input_tokens``."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class ResponseObject(ResponseFields, kw_only=True):

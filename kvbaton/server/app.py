@@ -41,7 +41,7 @@ from kvbaton.server.config import EndpointConfig
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.messages import count_tokens, messages
 from kvbaton.server.openapi import contract, openapi
-from kvbaton.server.responses import not_stored, responses
+from kvbaton.server.responses import count_input_tokens, not_stored, responses
 from kvbaton.server.tracing import ARRIVED, CLIENT_CLOSED_REQUEST
 from kvbaton.server.validation import check_model, encode
 from kvbaton.signals import STOP_SIGNALS
@@ -94,6 +94,7 @@ def make_app(
                 web.post("/v1/messages", messages),
                 web.post("/v1/messages/count_tokens", count_tokens),
                 web.post("/v1/responses", responses),
+                web.post("/v1/responses/input_tokens", count_input_tokens),
                 web.get("/v1/responses/{response_id}", not_stored),
                 web.delete("/v1/responses/{response_id}", not_stored),
                 web.get("/v1/models", models),

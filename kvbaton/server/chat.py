@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import NamedTuple
 
 from aiohttp import web
@@ -34,13 +34,13 @@ from kvbaton.server.validation import (
     truncated,
 )
 from kvbaton.text.chat import ImageUrl, normalize_messages
+from kvbaton.text.grammar_check import checked_grammar
 from kvbaton.text.harmony import HarmonyFormat
 from kvbaton.text.logprobs import chat_logprobs, prompt_logprobs
 from kvbaton.text.output_parser import OutputFormat, OutputParser
 from kvbaton.text.structured import (
     Functions,
     OutputGrammar,
-    checked_grammar,
     forced_functions,
     loosened,
     wanted,
@@ -100,7 +100,7 @@ async def chat_prompt(
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
-        grammar=await chat_grammar(frontend, body, prompt, functions),
+        grammar=await chat_grammar(request, frontend, body, prompt, functions),
     )
     who = tenant(request)
     asked = prompt_request(
@@ -110,7 +110,8 @@ async def chat_prompt(
         return asked, None
     if not (form.reasons or form.always_read or functions is not None):
         return asked, None
-    reader = OutputReader(partial(form.parser, prompt, functions), form.call_id)
+    only = isinstance(body.tool_choice, openai.AllowedToolsChoice)
+    reader = OutputReader(partial(form.parser, prompt, functions, only=only), form.call_id)
     return with_marks(asked, form, calls=functions is not None), reader
 
 
@@ -131,15 +132,38 @@ def callable_functions(frontend: Frontend, body: openai.ChatRequest) -> Function
                 "must be a JSON schema, an object", param=f"tools[{i}].function.parameters"
             )
         functions[name] = parameters or {}
-    return functions
+    choice, chosen = body.tool_choice, dict[str, openai.NamedFunction]()
+    if isinstance(choice, openai.NamedFunction):
+        chosen = {"tool_choice": choice}
+    elif isinstance(choice, openai.AllowedToolsChoice):
+        where, allowed = "tool_choice.allowed_tools.tools", choice.allowed_tools.tools
+        chosen = {f"{where}[{i}]": named for i, named in enumerate(allowed)}
+    for field, named in chosen.items():
+        if (name := named.function.name) not in functions:
+            raise RequestError(f"there is no function {name[:300]!r} in tools", param=field)
+    names = [named.function.name for named in chosen.values()] or functions
+    return {name: functions[name] for name in names}
+
+
+def forces_calls(body: openai.ChatRequest) -> bool:
+    """Whether the answer has to call a function."""
+    choice = body.tool_choice
+    if isinstance(choice, openai.AllowedToolsChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice not in (None, "none", "auto")
 
 
 async def chat_grammar(
-    frontend: Frontend, body: openai.ChatRequest, prompt: Sequence[int], functions: Functions | None
+    request: web.Request,
+    frontend: Frontend,
+    body: openai.ChatRequest,
+    prompt: Sequence[int],
+    functions: Functions | None,
 ) -> str:
     """The grammar of everything that the model writes; empty if the text is unconstrained.
 
     Args:
+        request: The HTTP request that brought the body.
         frontend: The endpoint, for the model's output format.
         body: The request.
         prompt: Token ids of the prompt, which may have begun the reasoning.
@@ -148,13 +172,14 @@ async def chat_grammar(
     Raises:
         RequestError: A field is wrong; the error names it.
     """
-    asks = wanted(body.response_format, body.structured_outputs)
+    asks = await made_of_body(request, wanted, body.response_format, body.structured_outputs)
     field, piece = asks or ("tools", None)
-    form, forces = frontend.output_format, body.tool_choice not in (None, "none", "auto")
+    form, forces = frontend.output_format, forces_calls(body)
     begins = not body.continue_final_message  # a new message may begin with reasoning
-    one = body.parallel_tool_calls is False or (forces and body.tool_choice != "required")
+    named = isinstance(body.tool_choice, openai.NamedFunction)
+    one = body.parallel_tool_calls is False or named
 
-    async def checked(calls: Functions | None) -> str:
+    def whole(calls: Functions | None) -> str:
         grammar, rules = OutputGrammar(), list[str]()
         if piece is not None and not forces:
             rule = grammar.part(piece)
@@ -163,23 +188,31 @@ async def chat_grammar(
             assert form is not None, "see callable_functions"
             rules.append(form.calls_rule(calls, grammar, one=one))
         before = form.reasoning_rule(prompt, grammar) if form and begins else ""
-        whole = grammar.whole(f"{before} ({' | '.join(rules)})")
-        return await checked_grammar(whole, "tools" if forces else field)
+        return grammar.whole(f"{before} ({' | '.join(rules)})")
+
+    async def checked(calls: Functions | None) -> str:
+        made = await made_of_body(request, whole, calls)
+        return await checked_grammar(made, "tools" if forces else field)
 
     if forces:
         if field == "structured_outputs":
             raise RequestError("excludes a tool_choice that forces calls", param=field)
         assert functions is not None, "see check_chat"
-        return await checked(forced_functions(functions, body.tool_choice))
+        return await checked(await made_of_body(request, forced_functions, functions))
     if piece is None:
         return ""
     answer = await checked(None)
     if functions is not None and begins and field != "structured_outputs":
-        with suppress(RequestError):  # for names and schemas that no grammar can express
-            wanted_calls = forced_functions(functions, "required")
-            for calls in (wanted_calls, loosened(wanted_calls)):
-                with suppress(RequestError):
-                    return await checked(calls)
+        try:
+            wanted_calls = await made_of_body(request, forced_functions, functions)
+        except RequestError:  # for names and schemas that no grammar can express
+            return answer
+        for calls in (wanted_calls, loosened(wanted_calls)):
+            try:
+                return await checked(calls)
+            except RequestError as error:
+                if error.status != HTTPStatus.BAD_REQUEST:
+                    raise
     return answer
 
 
@@ -422,7 +455,7 @@ class ParsedFormatter(ChatFormatter):
     @override
     def finish_reason(self, new: Event) -> str | None:
         # As in OpenAI's API and vLLM: with a named function in `tool_choice` the reason is "stop".
-        named = isinstance(self.body.tool_choice, dict)
+        named = isinstance(self.body.tool_choice, openai.NamedFunction)
         ended = new.delta.finish_reason == "stop" and not named
         called = ended and self._parsers[new.choice].num_calls
         return "tool_calls" if called else new.delta.finish_reason

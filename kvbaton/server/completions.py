@@ -14,7 +14,7 @@ from kvbaton.errors import RequestError
 from kvbaton.messages import openai
 from kvbaton.server.answer import ChunkFormatter, Event, fold, respond
 from kvbaton.server.auth import tenant
-from kvbaton.server.bodies import read_body
+from kvbaton.server.bodies import made_of_body, read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.openapi import contract
 from kvbaton.server.validation import (
@@ -26,8 +26,9 @@ from kvbaton.server.validation import (
     split_prompts,
     truncated,
 )
+from kvbaton.text.grammar_check import checked_grammar
 from kvbaton.text.logprobs import Logprobs, completion_logprobs, prompt_logprobs
-from kvbaton.text.structured import BODY, checked_grammar, joined, wanted
+from kvbaton.text.structured import BODY, joined, wanted
 from kvbaton.types import TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 16
@@ -39,7 +40,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     frontend = request.app[FRONTEND]
     body = await read_body(request, openai.CompletionRequest)
     check_common(frontend, body)
-    grammar, asks = "", wanted(body.response_format, body.structured_outputs)
+    grammar = ""
+    asks = await made_of_body(request, wanted, body.response_format, body.structured_outputs)
     if asks is not None:
         name, piece = asks
         grammar = await checked_grammar(joined(f"start: {BODY}", {"body": piece}), name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,9 @@ from kvbaton.errors import RequestError
 from kvbaton.messages import openai
 from kvbaton.server.answer import Event, ResponseFormatter, fold, respond
 from kvbaton.server.bodies import REQUEST_ID
-from kvbaton.server.chat import OutputReader, chat_prompt
+from kvbaton.server.chat import OutputReader, chat_prompt, encode_chat
 from kvbaton.server.frontend import FRONTEND
+from kvbaton.server.validation import check_model
 from kvbaton.text.output_parser import Kind, MessagePart
 
 # --- the request as a chat ---
@@ -96,20 +96,6 @@ def thinks(wanted: bool) -> dict[str, Any]:
     return dict.fromkeys(("enable_thinking", "thinking"), wanted)
 
 
-def arguments(text: str) -> dict[str, Any]:
-    """Arguments of a call; text that is not a JSON object becomes the field ``INVALID_JSON``.
-
-    Such text comes from a call that was cut off. Lone surrogates, which JSON may escape but no
-    answer may contain, become question marks.
-    """
-    try:
-        found = json.loads(text) if text else {}
-        found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"INVALID_JSON": text}
-
-
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """Let errors that name a field of the chat name the client's field instead."""
@@ -121,6 +107,26 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         if ours in names and error.message.startswith(f"{ours} "):
             error.message = f"{error.param}{error.message.removeprefix(ours)}"
         raise
+
+
+async def num_input_tokens(
+    request: web.Request, body: openai.ChatRequest, fields: Mapping[str, str]
+) -> int:
+    """Number of prompt tokens of a chat that was made from a request of another API.
+
+    Args:
+        request: HTTP request to answer.
+        body: The chat.
+        fields: By field of the chat, the name of the client's field.
+
+    Raises:
+        RequestError: See `encode_chat`; or another model.
+    """
+    frontend = request.app[FRONTEND]
+    check_model(frontend, body.model)
+    with renamed(fields):
+        ids, _ = await encode_chat(frontend, body, request)
+    return len(ids)
 
 
 # --- the answer, in blocks ---

@@ -28,8 +28,8 @@ from kvbaton.server.timeline import RequestTimeline
 from kvbaton.server.tracing import TimedRequest
 from kvbaton.server.transfer_params import check_item_transfer
 from kvbaton.server.validation import check_prompt, checked, deadline, unique
+from kvbaton.text.grammar_check import checked_grammar
 from kvbaton.text.logprobs import floored
-from kvbaton.text.structured import checked_grammar
 
 
 @contract(body=GenerateRequest, answer=GenerateResponse, streams=True)

@@ -36,22 +36,19 @@ from kvbaton.messages.anthropic import (
 )
 from kvbaton.server.answer import Event
 from kvbaton.server.bodies import json_response, made_of_body, read_body
-from kvbaton.server.chat import encode_chat
 from kvbaton.server.conversation import (
     EFFORTS,
     ContentBlock,
     ContentBlockFormatter,
     Conversation,
-    arguments,
     function,
-    renamed,
+    num_input_tokens,
     respond_in_blocks,
     thinks,
 )
-from kvbaton.server.frontend import FRONTEND
 from kvbaton.server.openapi import contract
 from kvbaton.server.sse import named_event
-from kvbaton.server.validation import check_model
+from kvbaton.server.validation import check_refused, refused
 
 PING = named_event("ping")
 DELTAS = {
@@ -73,14 +70,10 @@ async def messages(request: web.Request) -> web.StreamResponse:
 @contract(body=CountTokensRequest, answer=CountTokensResponse, error=MessagesError)
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of a conversation, by Anthropic's Messages API."""
-    frontend = request.app[FRONTEND]
     body, names = await made_of_body(
         request, chat_request, await read_body(request, CountTokensRequest)
     )
-    check_model(frontend, body.model)
-    with renamed(names):
-        ids, _ = await encode_chat(frontend, body, request)
-    return json_response(CountTokensResponse(len(ids)))
+    return json_response(CountTokensResponse(await num_input_tokens(request, body, names)))
 
 
 class MessagesFormatter(ContentBlockFormatter):
@@ -157,12 +150,26 @@ def content(block: ContentBlock) -> Content:
     return ToolUseBlock(block.call_id, block.function, arguments(block.text))
 
 
+def arguments(text: str) -> dict[str, Any]:
+    """Arguments of a call; text that is not a JSON object becomes the field ``INVALID_JSON``.
+
+    Such text comes from a call that was cut off. Lone surrogates, which JSON may escape but no
+    answer may contain, become question marks.
+    """
+    try:
+        found = json.loads(text) if text else {}
+        found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"INVALID_JSON": text}
+
+
 # --- the request as a chat ---
 
 BILLING = "x-anthropic-billing-header:"
 """Start of a line that Claude Code puts before its system prompt. The line is for Anthropic's
 servers and may change with each request, which would make every prefix hit miss."""
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+CHOICES: dict[str, openai.ToolMode] = {"auto": "auto", "any": "required", "none": "none"}
 COPIED = (
     "stream", "max_tokens", "temperature", "top_p", "top_k", "priority", "cache_salt", "timeout",
     "kv_transfer_params",
@@ -177,6 +184,8 @@ FIELDS = {
 }
 """By field of a chat: the client's name of it."""
 
+UNSUPPORTED = refused(CountTokensRequest)
+
 B = TypeVar("B")
 
 
@@ -189,6 +198,7 @@ def chat_request(body: CountTokensRequest) -> tuple[openai.ChatRequest, dict[str
     Raises:
         RequestError: A field is wrong; the error names it.
     """
+    check_refused(body, UNSUPPORTED)
     if not body.messages:
         raise RequestError("must hold at least one message", param="messages")
     said = conversation(body)
@@ -272,7 +282,7 @@ def answer(said: Conversation, held: Sequence[Struct], where: str) -> None:
             said.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
 
 
-def tool_choice(given: ToolChoice) -> str | dict[str, Any]:
+def tool_choice(given: ToolChoice) -> openai.ToolMode | openai.NamedFunction:
     """Turn a tool choice into that of a chat.
 
     Raises:
@@ -282,4 +292,4 @@ def tool_choice(given: ToolChoice) -> str | dict[str, Any]:
         return CHOICES[given.type]
     if given.name is None:
         raise RequestError("type tool needs the name of a tool", param="tool_choice.name")
-    return {"type": "function", "function": {"name": given.name}}
+    return openai.NamedFunction(openai.FunctionName(given.name))

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: OpenAI's Responses API.
+"""``POST /v1/responses`` and ``/v1/responses/input_tokens``: OpenAI's Responses API.
 
 A request becomes a chat, which is served like any other; the answer has items and typed events.
 Nothing is stored. Source: OpenAI's API reference, and what its SDK and Codex send.
@@ -6,7 +6,6 @@ Nothing is stored. Source: OpenAI's API reference, and what its SDK and Codex se
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,10 @@ from typing_extensions import override
 from kvbaton.errors import RequestError
 from kvbaton.messages import openai
 from kvbaton.messages.responses import (
+    AllowedFunctions,
     FunctionChoice,
     FunctionTool,
+    InputTokens,
     ResponseFields,
     ResponseItem,
     ResponseObject,
@@ -32,14 +33,14 @@ from kvbaton.messages.responses import (
     ResponseUsage,
 )
 from kvbaton.server.answer import Event
-from kvbaton.server.bodies import made_of_body, read_body
+from kvbaton.server.bodies import json_response, made_of_body, read_body
 from kvbaton.server.conversation import (
     EFFORTS,
     ContentBlock,
     ContentBlockFormatter,
     Conversation,
-    arguments,
     function,
+    num_input_tokens,
     respond_in_blocks,
     thinks,
 )
@@ -62,6 +63,14 @@ async def responses(request: web.Request) -> web.StreamResponse:
     body, fields = await made_of_body(request, response_chat, asked)
     formatter = partial(ResponsesFormatter, asked=asked)
     return await respond_in_blocks(request, body, fields, "resp", formatter)
+
+
+@contract(body=ResponsesRequest, answer=InputTokens)
+async def count_input_tokens(request: web.Request) -> web.Response:
+    """Count the tokens of a conversation, by OpenAI's Responses API."""
+    asked = await read_body(request, ResponsesRequest)
+    body, fields = await made_of_body(request, response_chat, asked)
+    return json_response(InputTokens(input_tokens=await num_input_tokens(request, body, fields)))
 
 
 async def not_stored(request: web.Request) -> web.StreamResponse:
@@ -233,16 +242,15 @@ def response_chat(body: ResponsesRequest) -> tuple[openai.ChatRequest, dict[str,
         fields[f"tools[{len(tools)}].function.parameters"] = f"{where}.parameters"
         name = called(tool.name, namespace)
         tools.append(function(name, tool.description, tool.parameters or {}))
-    choice: Any = body.tool_choice
-    if isinstance(choice, FunctionChoice):
-        named = {"name": called(choice.name, choice.namespace)}
-        choice = {"type": "function", "function": named}
     chat = openai.ChatRequest(
         messages=said.messages(),
         max_tokens=body.max_output_tokens,
         **{name: getattr(body, name) for name in ALIKE},
     )
-    chat.tools, chat.tool_choice = tools, choice
+    chat.tools, chat.tool_choice = tools, tool_choice(body.tool_choice)
+    if isinstance(body.tool_choice, AllowedFunctions):
+        for i in range(len(body.tool_choice.tools)):
+            fields[f"tool_choice.allowed_tools.tools[{i}]"] = f"tool_choice.tools[{i}]"
     effort = None if body.reasoning is None else body.reasoning.effort
     if effort == "none":
         chat.chat_template_kwargs = {**thinks(False), **(body.chat_template_kwargs or {})}
@@ -250,6 +258,16 @@ def response_chat(body: ResponsesRequest) -> tuple[openai.ChatRequest, dict[str,
     if body.text is not None and (form := body.text.format) is not None:
         chat.response_format = {"type": form.get("type"), "json_schema": form}
     return chat, fields
+
+
+def tool_choice(given: Any) -> Any:
+    """Turn a tool choice into that of a chat."""
+    if isinstance(given, AllowedFunctions):
+        allowed = openai.AllowedTools(given.mode, [tool_choice(tool) for tool in given.tools])
+        return openai.AllowedToolsChoice(allowed)
+    if isinstance(given, FunctionChoice):
+        return openai.NamedFunction(openai.FunctionName(called(given.name, given.namespace)))
+    return given
 
 
 def functions(body: ResponsesRequest) -> Iterator[tuple[FunctionTool, str | None, str]]:
@@ -294,14 +312,11 @@ def conversation(body: ResponsesRequest) -> Conversation:
 
 def add_item(said: Conversation, item: ResponseItem, where: str) -> None:
     """Add an item that has all the fields that its type needs."""
-    call_id, written = item.call_id or "", item.arguments or ""
+    call_id = item.call_id or ""
     if item.type == "function_call_output":
         said.say("tool", parts(item.output, f"{where}.output"), tool_call_id=call_id)
     elif item.type == "function_call":
-        found = arguments(written)
-        if found.get("INVALID_JSON") == written:  # for example of a call that was cut off
-            written = json.dumps(found, ensure_ascii=False)
-        said.call(call_id, called(item.name or "", item.namespace), written)
+        said.call(call_id, called(item.name or "", item.namespace), item.arguments or "")
     elif item.type == "reasoning":
         field = "content" if item.content else "summary"
         for part, _ in parts(getattr(item, field), f"{where}.{field}"):

@@ -31,6 +31,13 @@ MAX_SALT = 4096
 MAX_BAD_WORDS = 1024
 NOT_STORED = "no response is stored here, so pass what was said before as input"
 
+HINTS = {
+    "previous_response_id": NOT_STORED,
+    "conversation": NOT_STORED,
+    "output_format": "give output_config.format",
+}
+"""By field that is not supported: what to do instead."""
+
 
 def refused(kind: type[Struct]) -> tuple[str, ...]:
     """The fields of a request that are known and not supported."""
@@ -95,7 +102,7 @@ def check_refused(body: Struct, names: Sequence[str]) -> None:
         harmless = value is None or value is False or value in ("", [])
         if not harmless:
             hint = f': give structured_outputs {{"{name[7:]}": ...}}' if "guided_" in name else ""
-            hint = f": {NOT_STORED}" if name in ("previous_response_id", "conversation") else hint
+            hint = f": {HINTS[name]}" if name in HINTS else hint
             raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported")
 
 
@@ -379,7 +386,9 @@ def prompt_request(
 def checked(
     params: SamplingParams, config: FrontendConfig, vocab_size: int, *, prefix: str = ""
 ) -> SamplingParams:
-    """Check every value, turn a `top_k` of -1 into 0, and choose a missing seed (63 bits).
+    """Check every value, and choose a missing seed (63 bits).
+
+    A `top_k` of -1 becomes 0, and a `top_p` of 0, which OpenAI allows, a temperature of 0.
 
     Args:
         params: Parameters as sent.
@@ -391,9 +400,11 @@ def checked(
         RequestError: A value is out of range; the error names the field and its range.
     """
     seed = random.getrandbits(63) if params.seed is None else params.seed & SEED_MASK
-    params = replace(params, seed=seed, top_k=0 if params.top_k == -1 else params.top_k)
+    likeliest = params.top_p == 0
+    top_k, top_p = 0 if params.top_k == -1 else params.top_k, 1.0 if likeliest else params.top_p
+    params = replace(params, seed=seed, top_k=top_k, top_p=top_p)
     check_params(params, vocab_size, prefix=prefix, limits=config.ranges)
-    return params
+    return replace(params, temperature=0.0) if likeliest else params
 
 
 def check_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -135,6 +135,11 @@ class ChatTemplate:
             raise RequestError(f"{taken[0]!r} can't be set here", param="chat_template_kwargs")
         if continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1])]
+        if "developer" not in self.source:  # most templates drop or refuse unknown roles
+            messages = [
+                {**message, "role": "system"} if message.get("role") == "developer" else message
+                for message in messages
+            ]
         context = {
             **self._special_tokens,
             **variables,
@@ -180,7 +185,8 @@ def normalize_messages(
     """Check a conversation and bring it into the form that templates expect.
 
     Text parts are joined by newlines, unless there is an image among them; arguments of past tool
-    calls are parsed from their JSON.
+    calls are parsed from their JSON; a text that is no JSON object becomes the field
+    ``INVALID_JSON`` of one.
 
     Args:
         messages: Messages of the client.
@@ -269,16 +275,24 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise RequestError("a tool call needs a function", param=where)
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return dict(call)
-    try:
-        parsed = json.loads(arguments) if arguments else {}
-    except (ValueError, RecursionError) as error:
-        raise RequestError("arguments must be JSON", param=f"{where}.function.arguments") from error
-    if isinstance(parsed, dict):
-        parsed = Arguments(parsed, arguments or "{}")
-    return {**call, "function": {**function, "arguments": parsed}}
+    if not isinstance(function.get("name"), str):
+        raise RequestError("name must be a string", param=f"{where}.function.name")
+    arguments = function.get("arguments") or {}
+    if not isinstance(arguments, str | dict):
+        raise RequestError("arguments must be JSON text", param=f"{where}.function.arguments")
+    return {**call, "function": {**function, "arguments": _arguments(arguments)}}
+
+
+def _arguments(given: str | dict[str, Any]) -> Arguments:
+    if isinstance(given, str):
+        try:
+            parsed = json.loads(given)
+        except (ValueError, RecursionError):
+            parsed = None
+        if isinstance(parsed, dict):
+            return Arguments(parsed, given)
+        given = {"INVALID_JSON": given}  # as our own answers have it, if a call was cut off
+    return Arguments(given, json.dumps(given, ensure_ascii=False))
 
 
 def _environment() -> jinja2.Environment:

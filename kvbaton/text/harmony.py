@@ -67,14 +67,17 @@ class HarmonyFormat(OutputFormat):
         return self._marks
 
     @override
-    def parser(self, prompt: Sequence[int], functions: Functions | None) -> HarmonyParser:
+    def parser(
+        self, prompt: Sequence[int], functions: Functions | None, *, only: bool = False
+    ) -> HarmonyParser:
         first = len(prompt)
         begins = next(
             (i for i in range(first - 1, -1, -1) if self._marks.get(prompt[i]) == START), first
         )
         text = Detokenizer.of(self._tokenizer, marks=self._marks)
         begun = "".join(map(text.push, prompt[begins:])) + text.flush()
-        return HarmonyParser(begun, calls=functions is not None, reasons=self.reasons)
+        calls, allowed = functions is not None, functions if only else None
+        return HarmonyParser(begun, calls=calls, allowed=allowed, reasons=self.reasons)
 
     @override
     def reasoning_rule(self, prompt: Sequence[int], grammar: OutputGrammar) -> str:
@@ -138,11 +141,14 @@ class HarmonyParser(OutputParser):
         prompt: End of the prompt, from the last start of a message on; the choice continues that
             message.
         calls: Whether functions may be called; else a message to a function is content.
+        allowed: Functions that may be called; None for any.
         reasons: Whether reasoning is parsed; else it is content.
     """
 
-    def __init__(self, prompt: str, *, calls: bool, reasons: bool = True) -> None:
-        self._calls, self._reasons = calls, reasons
+    def __init__(
+        self, prompt: str, *, calls: bool, allowed: Functions | None = None, reasons: bool = True
+    ) -> None:
+        self._calls, self._allowed, self._reasons = calls, allowed, reasons
         self._state: Literal["header", "message", "between"] = "header"
         self._header = ""
         self.kind = "content"
@@ -185,10 +191,11 @@ class HarmonyParser(OutputParser):
         name = found[1] if found else ""
         to_function = name.startswith(_FUNCTIONS)
         self._gap = ""
-        if to_function and self._calls:
+        function = name.removeprefix(_FUNCTIONS)
+        may_call = self._calls and (self._allowed is None or function in self._allowed)
+        if to_function and may_call:
             self.kind = "call"
             self.num_calls += 1
-            function = name.removeprefix(_FUNCTIONS)
             return MessagePart("call", "", self.num_calls - 1, function)
         channel = _CHANNEL.search(self._header)
         # A call of the model's own tools (browser, python) is part of its reasoning.

@@ -88,12 +88,16 @@ class OutputFormat(ABC):
         """Marks by token id, for requests whose functions may (`calls`) or may not be called."""
 
     @abstractmethod
-    def parser(self, prompt: Sequence[int], functions: Functions | None) -> OutputParser:
+    def parser(
+        self, prompt: Sequence[int], functions: Functions | None, *, only: bool = False
+    ) -> OutputParser:
         """Make the parser of one choice.
 
         Args:
             prompt: Token ids of the prompt, which may have begun the text.
             functions: Functions that may be called; None if none may.
+            only: Whether a call of any other function is content. Otherwise it is a call, unless
+                the name alone tells calls from content.
         """
 
     @abstractmethod

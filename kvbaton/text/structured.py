@@ -11,11 +11,9 @@ node, a successor) need not know where reasoning ends.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -24,8 +22,6 @@ from msgspec import Struct
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import MAX_GRAMMAR
 
-CHECK_S = 10.0
-"""Maximum seconds to check a grammar; one that takes longer is refused."""
 WHITESPACE = r"[ \t\n\r]{0,16}"
 """Default white space between tokens of JSON; it is bounded because some models never stop."""
 
@@ -158,54 +154,17 @@ def joined(rules: str, pieces: Mapping[str, Piece]) -> str:
     return json.dumps({"grammars": [first, *named]}, ensure_ascii=False)
 
 
-async def checked_grammar(grammar: str, field: str) -> str:
-    """Check a grammar by compiling it in a thread, without a vocabulary, and return it.
-
-    Raises:
-        RequestError: It is wrong, too large, or takes too long to compile.
-    """
+def check_length(grammar: str, field: str) -> None:
+    """Raise `RequestError` if a grammar is longer than engines take."""
     if len(grammar) > MAX_GRAMMAR:
         problem = f"makes a grammar of more than {MAX_GRAMMAR} characters"
         raise RequestError(problem, param=field)
-    try:
-        async with asyncio.timeout(CHECK_S):
-            error = await asyncio.to_thread(_error, grammar)
-    except TimeoutError:
-        error = f"took more than {CHECK_S:g} s to compile"
-    if error:
-        raise RequestError(f"can't be followed: {error}"[:1000], param=field)
-    return grammar
-
-
-@lru_cache(maxsize=64)
-def _error(grammar: str) -> str:
-    """Error of a grammar; empty if it is right."""
-    import llguidance
-
-    limits = llguidance.LLParserLimits(verbose_errors=False)
-    is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
-    if is_wrong:
-        return "; ".join(messages)
-    # A rule that only leads to itself is valid, but no first byte matches it.
-    matcher = llguidance.LLMatcher(_bytes_alone(), grammar, log_level=0, limits=limits)
-    if not matcher.is_error():  # as for special tokens, which this vocabulary lacks
-        matcher.compute_bitmask()
-        if error := matcher.get_error():
-            return "no text fits it" if error.startswith("NoExtensionBias") else error
-    return ""
-
-
-@lru_cache(maxsize=1)
-def _bytes_alone() -> Any:
-    """A vocabulary of single bytes."""
-    from llguidance import LLTokenizer
-
-    return LLTokenizer("byte")
 
 
 def _lark(text: str, field: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
+    check_length(text, field)  # reading one takes 0.3 s per 100,000 characters
     try:
         found: str = any_to_lark(text)
     except Exception as error:  # the parser may raise anything for a client's text
@@ -293,29 +252,12 @@ def repeated(call: str, between: str) -> str:
     )
 
 
-def forced_functions(functions: Functions, choice: Any) -> Functions:
-    """The functions that may be called in an answer that has to call.
-
-    Args:
-        functions: Functions of the request's ``tools``.
-        choice: The request's ``tool_choice``, which forces calls.
+def forced_functions(functions: Functions) -> Functions:
+    """Complete the schemas of functions of which an answer has to call one.
 
     Raises:
-        RequestError: A field is wrong; the error names it.
+        RequestError: No grammar can express a name or the kind of a schema.
     """
-    if choice != "required":
-        named = choice.get("function") if isinstance(choice, Mapping) else None
-        name = named.get("name") if isinstance(named, Mapping) else None
-        if not isinstance(name, str):
-            raise RequestError(
-                'must be "auto", "none", "required" or {"type": "function", "function": {"name": '
-                "...}}",
-                param="tool_choice",
-                code="unsupported",
-            )
-        if name not in functions:
-            raise RequestError(f"there is no function {name!r} in tools", param="tool_choice")
-        functions = {name: functions[name]}
     for name, schema in functions.items():
         if not _NAME.fullmatch(name):
             allowed = "is not of letters, digits, _, . and -, 256 at most, and can't be forced"

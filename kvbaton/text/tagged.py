@@ -129,9 +129,11 @@ class TaggedFormat(OutputFormat):
         return {added[tag]: mark for tag, mark in self._marks.items() if tag in shown}
 
     @override
-    def parser(self, prompt: Sequence[int], functions: Functions | None) -> TaggedParser:
+    def parser(
+        self, prompt: Sequence[int], functions: Functions | None, *, only: bool = False
+    ) -> TaggedParser:
         begun, closed = self._reasoned(prompt)
-        return TaggedParser(self, functions, reasons=begun, reasoned=closed)
+        return TaggedParser(self, functions, only=only, reasons=begun, reasoned=closed)
 
     def _reasoned(self, prompt: Sequence[int]) -> tuple[bool, bool]:
         """Whether the end of a prompt begins reasoning, and whether it ends reasoning."""
@@ -232,15 +234,21 @@ class TaggedParser(OutputParser):
 
     Args:
         form: Format of the model.
-        functions: See `OutputFormat.parser`.
+        functions: See `OutputFormat.parser`, as for `only`.
         reasons: Whether the prompt has begun the reasoning.
         reasoned: Whether the prompt has ended the reasoning.
     """
 
     def __init__(
-        self, form: TaggedFormat, functions: Functions | None, *, reasons: bool, reasoned: bool
+        self,
+        form: TaggedFormat,
+        functions: Functions | None,
+        *,
+        only: bool,
+        reasons: bool,
+        reasoned: bool,
     ) -> None:
-        self._form, self._functions = form, functions
+        self._form, self._functions, self._only = form, functions, only
         self._held = ""  # text that is not parsed yet
         self._last = False
         self._parts: list[MessagePart] = []
@@ -341,7 +349,7 @@ class TaggedParser(OutputParser):
         return True
 
     def _may_call(self, name: str) -> bool:
-        return not self._is_bare or name in (self._functions or ())
+        return not (self._is_bare or self._only) or name in (self._functions or ())
 
     def _refuse(self) -> bool:
         """Take the beginning of a call as content, because it is not a call."""

@@ -168,7 +168,10 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; incomplete UTF-8 becomes U+FFFD."""
-        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        text: str
+        (text,) = self._backend.decode_batch(  # `decode` would hold the GIL
+            [token_ids], skip_special_tokens=skip_special_tokens
+        )
         return text
 
     def token_text(self, token_id: int) -> str:

@@ -136,6 +136,9 @@ def test_responses_cross(talking: Pair) -> None:
     assert (goes_on.status, goes_on.usage.output_tokens) == ("incomplete", 3)
     assert goes_on.usage.input_tokens > final.usage.input_tokens
     assert goes_on.usage.input_tokens_details.cached_tokens > 0
+    for server in (router, talking.p):
+        counted = server.post(f"{path}/input_tokens", asked)["input_tokens"]
+        assert counted == whole.usage.input_tokens
     raw = router.call("POST", path, json.dumps({**asked, "stream": True}).encode())
     alone = talking.p.post(path, asked)
     for told in (whole, final, assembled_response(events_of(raw)), alone):

@@ -197,6 +197,17 @@ async def test_extensions_reach_the_source(serve: Any) -> None:
     assert (params.stop_token_ids, params.ignore_eos, params.n) == ((9,), True, 2)
 
 
+async def test_no_share_of_the_probability_is_the_likeliest_token(serve: Any) -> None:
+    """OpenAI's and Anthropic's APIs allow a `top_p` of 0; engines take none."""
+    endpoint = await serve(TEXT)
+    for given in (0, -0.0):
+        body = {"prompt": "x", "temperature": 0.7, "top_p": given}
+        status, answer = await endpoint.post("/v1/completions", body)
+        assert status == 200, answer
+        params = endpoint.source.requests[-1].params
+        assert (params.temperature, params.top_p) == (0, 1)
+
+
 async def test_a_missing_seed_is_minted(serve: Any) -> None:
     endpoint = await serve(TEXT)
     for _ in range(2):

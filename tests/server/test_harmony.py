@@ -189,6 +189,33 @@ async def test_calls_are_forced(start: Any, harmony: Tokenizer, choice: Any) -> 
     assert matcher.validate_tokens(call) == len(call)
 
 
+@pytest.mark.parametrize("name", ["f", "g"])
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_only_allowed_tools_are_called(
+    start: Any, harmony: Tokenizer, mode: str, name: str
+) -> None:
+    endpoint, other = await start(CALL), {"type": "function", "function": {"name": "g"}}
+    named = [{"type": "function", "function": {"name": name}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+    body = {"messages": ASK, "tools": [*TOOLS, other], "tool_choice": choice}
+    status, whole = await endpoint.post(CHAT, body)
+    assert status == 200, whole
+    message = whole["choices"][0]["message"]
+    assert ("tool_calls" in message) == (name == "f")
+    assert message["content"] == (None if name == "f" else '{"a": 1}')
+    grammar = endpoint.source.requests[0].params.grammar
+    assert (grammar == "") == (mode == "auto")
+    if grammar:
+        vocabulary = llguidance.LLTokenizer(harmony._backend.to_str())
+        matcher = llguidance.LLMatcher(vocabulary, grammar)
+        text = "<|channel|>commentary to=functions."
+        ids = harmony.encode(text, add_special_tokens=False)
+        assert matcher.try_consume_tokens(ids) == len(ids)
+        for called in "fg":
+            said = harmony.encode(f"{called} ", add_special_tokens=False)
+            assert (matcher.validate_tokens(said) == len(said)) == (called == name)
+
+
 async def test_an_answer_in_a_format_or_a_call(start: Any, harmony: Tokenizer) -> None:
     endpoint = await start(ANSWER)
     asked = {"messages": ASK, "tools": TOOLS, "response_format": {"type": "json_object"}}

@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 
-from kvbaton.server import chat, messages, responses
+from kvbaton.server import chat, completions, messages, responses
 from tests.support.waiting import PATIENCE_S
 
 TALK = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}] * 1000
+CHOICES = {"choice": [f"word{i}" for i in range(5000)]}
 MADE_OF = {
+    "/v1/completions": (
+        {"prompt": "x", "structured_outputs": CHOICES},
+        [(completions, "wanted")],
+    ),
     "/v1/chat/completions": ({"messages": TALK}, [(chat, "normalize_messages")]),
+    "/v1/chat/completions?": (
+        {"messages": TALK[:1], "max_tokens": 1, "structured_outputs": CHOICES},
+        [(chat, "normalize_messages"), (chat, "wanted")],
+    ),
     "/tokenize": ({"messages": TALK}, [(chat, "normalize_messages")]),
     "/v1/messages": (
         {"model": "tiny", "max_tokens": 1, "messages": TALK},
@@ -24,10 +33,13 @@ MADE_OF = {
         {"model": "tiny", "messages": TALK},
         [(messages, "conversation"), (chat, "normalize_messages")],
     ),
-    "/v1/responses": (
-        {"model": "tiny", "input": TALK},
-        [(responses, "conversation"), (chat, "normalize_messages")],
-    ),
+    **{
+        path: (
+            {"model": "tiny", "input": TALK},
+            [(responses, "conversation"), (chat, "normalize_messages")],
+        )
+        for path in ("/v1/responses", "/v1/responses/input_tokens")
+    },
 }
 
 

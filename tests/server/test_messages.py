@@ -392,6 +392,8 @@ async def test_images(serve: Any, checkpoint: Callable[..., Path]) -> None:
         ({"thinking": {"type": "often"}}, "thinking.type"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_format": {"type": "json_schema", "schema": SCHEMA}}, "output_format"),
+        ({"mcp_servers": [{"type": "url", "url": "x", "name": "y"}]}, "mcp_servers"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
     ],
 )

@@ -17,19 +17,32 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from kvbaton.text.tokenizer import Tokenizer
-from tests.server.test_tool_calls import ARGUMENTS, CHAT, FAMILIES, THINKING, models, start, written
+from tests.server.test_tool_calls import (
+    ARGUMENTS,
+    CHAT,
+    FAMILIES,
+    THINKING,
+    allowed,
+    models,
+    start,
+    written,
+)
 from tests.support.chats import picture
 from tests.support.responses_stream import assembled, events_of
 
 __all__ = ["models", "start"]  # fixtures
 
 RESPONSES = "/v1/responses"
+COUNT = "/v1/responses/input_tokens"
 EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 ASK: list[Any] = [{"role": "user", "content": "How large?"}]
 SCHEMA = {"properties": {"a": {"type": "string"}}}
 TOOLS: list[Any] = [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}]
 CHAT_TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
-ASKED = {"model": "tiny", "max_output_tokens": 100, "input": ASK}
+NAMED = {"type": "function", "name": "f"}
+ALLOWED = {"type": "allowed_tools", "mode": "auto"}
+CHAT_NAMED = {"type": "function", "function": {"name": "f"}}
+ASKED: dict[str, Any] = {"model": "tiny", "max_output_tokens": 100, "input": ASK}
 CALL = {"type": "function_call", "call_id": "call_1234", "name": "f", "arguments": '{"a": "東"}'}
 RESULT = {"type": "function_call_output", "call_id": "call_1234", "output": "3"}
 
@@ -57,7 +70,7 @@ def without_names(response: Any) -> Any:
 
 
 async def asked_alike(endpoint: Any, body: Any, chat: Any) -> None:
-    """Both are the same for the source."""
+    """Both are the same for the source, and what counts tokens counts them."""
     few = {**ASKED, "max_output_tokens": 4}
     status, answer = await endpoint.post(RESPONSES, {**few, **body})
     assert status == 200, answer
@@ -68,6 +81,11 @@ async def asked_alike(endpoint: Any, body: Any, chat: Any) -> None:
     assert mine.items == wanted.items
     assert mine.params.grammar == wanted.params.grammar
     assert mine.params.stop_token_ids == wanted.params.stop_token_ids
+    given = {key: ASKED[key] for key in ("model", "input")} | body
+    status, counted = await endpoint.post(COUNT, given)
+    assert (status, counted) == (
+        200, {"object": "response.input_tokens", "input_tokens": len(mine.token_ids)}
+    )  # fmt: skip
 
 
 # --- answers ---
@@ -270,11 +288,18 @@ async def test_a_text_is_what_the_user_says(start: Any) -> None:
             {"tool_choice": "required", "parallel_tool_calls": False},
         ),
         (
-            {"tool_choice": {"type": "function", "name": "f"}},
-            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            {"tool_choice": NAMED},
+            {"tool_choice": CHAT_NAMED},
         ),
+        *[
+            (
+                {"tool_choice": {**ALLOWED, "mode": mode, "tools": [NAMED]}},
+                {"tool_choice": allowed(mode, "f")},
+            )
+            for mode in ("auto", "required")
+        ],
     ],
-    ids=["auto", "none", "required", "one", "named"],
+    ids=["auto", "none", "required", "one", "named", "allowed", "one of the allowed"],
 )
 async def test_tool_choice(
     start: Any, models: dict[str, Tokenizer], given: Any, meant: Any
@@ -463,6 +488,17 @@ WRONG: list[tuple[Any, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.name"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
+    *[
+        ({"tools": TOOLS, "tool_choice": {**ALLOWED, **choice}}, where)
+        for choice, where in (
+            ({}, "tool_choice.tools"),
+            ({"tools": []}, "tool_choice.tools"),
+            ({"tools": [NAMED], "mode": "none"}, "tool_choice.mode"),
+            ({"tools": [NAMED, {**NAMED, "name": "g"}]}, "tool_choice.tools[1]"),
+            ({"tools": [{**NAMED, "namespace": "n"}]}, "tool_choice.tools[0]"),
+            ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tool_choice.tools[0].type"),
+        )
+    ],
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
     ({"reasoning": "low"}, "reasoning"),
@@ -475,6 +511,31 @@ WRONG: list[tuple[Any, str]] = [
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
 ]
+
+
+async def test_what_is_wrong_is_named_by_what_counts(start: Any) -> None:
+    endpoint = await start("hermes", "x")
+    for extra, field in (
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"model": "other"}, "model"),
+    ):
+        status, answer = await endpoint.post(COUNT, {**ASKED, **extra})
+        assert status == (404 if field == "model" else 400)
+        assert answer["error"]["param"] == field
+
+
+async def test_the_sdk_counts(start: Any) -> None:
+    endpoint = await start("hermes", "x")
+    async with openai.AsyncOpenAI(base_url=f"{endpoint.url}/v1", api_key="x") as client:
+        counted = await client.responses.input_tokens.count(model="tiny", input=ASK)
+        answered = await client.responses.create(model="tiny", input=ASK)
+    assert answered.usage is not None
+    assert counted.input_tokens == answered.usage.input_tokens
 
 
 async def test_a_message_names_the_field_as_the_client_does(start: Any) -> None:

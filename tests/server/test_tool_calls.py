@@ -76,6 +76,7 @@ ARGUMENTS = {"a": "東京 {🎉}"}
 THINKING = "Größe of 東京?"
 ANSWER = "<think>\nNo.\n</think>\n\nIt is 3."
 PARAMETERS = "tools[0].function.parameters"
+ALLOWED = "tool_choice.allowed_tools"
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +217,63 @@ async def test_calls_are_one_if_they_are_to_be(
     grammar = endpoint.source.requests[1].params.grammar
     assert fits(models["hermes"], grammar, text)
     assert fits(models["hermes"], grammar, f"{text}\n{text}") == parallel
+
+
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+MORE_TOOLS = [*TOOLS, {"type": "function", "function": {"name": "g"}}]
+
+
+@pytest.mark.parametrize("name", ["f", "g"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_only_allowed_tools_are_called(
+    start: Any, models: dict[str, Tokenizer], family: str, name: str
+) -> None:
+    """The model sees all tools; what it writes for a call of another one is content."""
+    text = written(family, models[family])
+    if family == "mistral":  # of later tokenizers, which this one is
+        text = f"[TOOL_CALLS]f[ARGS]{json.dumps(ARGUMENTS, ensure_ascii=False)}"
+    endpoint = await start(family, text)
+    body = {"messages": ASK, "tools": MORE_TOOLS}
+    await endpoint.post(CHAT, body)
+    for mode in ("auto", "required"):
+        status, whole = await endpoint.post(CHAT, {**body, "tool_choice": allowed(mode, name)})
+        assert status == 200, whole
+        (told,) = whole["choices"]
+        message, called = told["message"], name == "f"
+        assert told["finish_reason"] == ("tool_calls" if called else "stop")
+        names = [call["function"]["name"] for call in message.get("tool_calls", [])]
+        assert names == ["f"] * called
+        assert (message["content"] is None) == called
+        assert called or "東京" in message["content"], "nothing is lost"
+        asked = endpoint.source.requests[-1]
+        assert asked.token_ids == endpoint.source.requests[0].token_ids, "all tools are shown"
+        if mode == "required":
+            assert fits(models[family], asked.params.grammar, text) == called
+        else:
+            assert asked.params.grammar == ""
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_several_allowed_tools_beside_a_format(
+    start: Any, models: dict[str, Tokenizer], mode: str
+) -> None:
+    endpoint = await start("hermes", "{}")
+    tools = [*MORE_TOOLS, {"type": "function", "function": {"name": "h"}}]
+    body = {
+        "messages": ASK, "tools": tools, "tool_choice": allowed(mode, "f", "h"),
+        "response_format": {"type": "json_object"},
+    }  # fmt: skip
+    status, whole = await endpoint.post(CHAT, body)
+    assert status == 200, whole
+    grammar = endpoint.source.requests[0].params.grammar
+    for name in "fgh":
+        call = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+        assert fits(models["hermes"], grammar, call) == (name != "g")
+    assert fits(models["hermes"], grammar, '{"a": 1}') == (mode == "auto")
 
 
 async def test_an_answer_of_a_model_that_reasons(start: Any, models: dict[str, Tokenizer]) -> None:
@@ -374,6 +432,15 @@ async def test_a_parser_by_its_name(serve: Any) -> None:
     [
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tool_choice": allowed("auto")}, f"{ALLOWED}.tools"),
+        ({"tool_choice": allowed("none", "f")}, f"{ALLOWED}.mode"),
+        ({"tool_choice": allowed("auto", "f", "g")}, f"{ALLOWED}.tools[1]"),
+        ({"tool_choice": allowed("required", "g")}, f"{ALLOWED}.tools[0]"),
+        ({"tool_choice": allowed("auto", "f"), "tools": []}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "f"), "skip_special_tokens": False}, "tool_choice"),
         (
             {"tool_choice": "required", "structured_outputs": {"json_object": True}},
             "structured_outputs",

@@ -153,16 +153,62 @@ def test_an_answer_that_was_cut_within_its_reasoning_may_be_sent_back_without_it
         ({"role": "user", "content": [7]}, "messages[0].content[0]"),
         ({"role": "assistant", "tool_calls": 1}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [1]}, "messages[0].tool_calls[0]"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]},
-            "messages[0].tool_calls[0].function.arguments",
-        ),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
+        *[
+            (
+                {"role": "assistant", "tool_calls": [{"function": function}]},
+                f"messages[0].tool_calls[0].function.{field}",
+            )
+            for function, field in (
+                ({"arguments": "{}"}, "name"),
+                ({"name": 5, "arguments": "{}"}, "name"),
+                ({"name": "f", "arguments": 5}, "arguments"),
+                ({"name": "f", "arguments": ["a"]}, "arguments"),
+            )
+        ],
     ],
 )
 def test_wrong_messages_are_named(message: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         normalize_messages([message])
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({}, "{}"),
+        ({"arguments": None}, "{}"),
+        ({"arguments": ""}, "{}"),
+        ({"arguments": {"a": 1}}, '{"a": 1}'),
+        ({"arguments": '{"a": "so'}, '{"INVALID_JSON": "{\\"a\\": \\"so"}'),
+        ({"arguments": "[1]"}, '{"INVALID_JSON": "[1]"}'),
+        ({"arguments": "null"}, '{"INVALID_JSON": "null"}'),
+    ],
+)
+@pytest.mark.parametrize("source", ["{{ a | tojson }}", "{{ '' + a }}", "{{ dict(a) | tojson }}"])
+def test_arguments_of_any_call_go_back(source: str, given: dict[str, Any], shown: str) -> None:
+    """Also those that a model got wrong, or that were cut off: they were our answer."""
+    call = {"type": "function", "function": {"name": "f", **given}}
+    messages = normalize_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    a = "{% set a = messages[0].tool_calls[0].function.arguments %}"
+    assert ChatTemplate(a + source, {}).render(messages) == shown
+
+
+@pytest.mark.parametrize(
+    ("test", "prompt"),
+    [
+        ("m.role == 'system'", "Be brief."),
+        ("m.role in ('system', 'developer')", "Be brief."),
+        ("m.role == 'developer'", "Be brief."),
+    ],
+)
+def test_developers_are_heard(test: str, prompt: str) -> None:
+    """Most templates drop or refuse a role that they do not know."""
+    source = f"{{% for m in messages if {test} %}}{{{{ m.content }}}}{{% endfor %}}"
+    said = {"role": "developer", "content": "Be brief."}
+    assert ChatTemplate(source, {}).render([said]) == prompt
+    assert said["role"] == "developer", "the request itself is left alone"
 
 
 def test_reasoning_has_two_names() -> None:

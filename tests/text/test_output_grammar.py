@@ -71,7 +71,7 @@ def walk(tokenizer: Tokenizer, grammar: str, rng: random.Random) -> str:
 
 def calls_grammar(form: OutputFormat, one: bool, reasoning: str = "") -> str:
     grammar = OutputGrammar()
-    rule = form.calls_rule(forced_functions(FUNCTIONS, "required"), grammar, one=one)
+    rule = form.calls_rule(forced_functions(FUNCTIONS), grammar, one=one)
     return grammar.whole(f"{reasoning} ({rule})")
 
 
@@ -135,7 +135,7 @@ def test_references_lead_where_they_do_in_the_schema(family: str) -> None:
         "$defs": {"digit": {"enum": [1, 2, 3]}},
     }
     form, grammar = TaggedFormat(WITH_TAGS, CALL_SYNTAXES[family], ()), OutputGrammar()
-    functions = forced_functions({"f": schema}, "required")
+    functions = forced_functions({"f": schema})
     whole = grammar.whole(form.calls_rule(functions, grammar, one=True))
     cases: list[tuple[dict[str, Any], bool]] = [
         ({"n": 3, "~p/": [1, 2], "more": [{"n": 2}]}, True),
@@ -213,20 +213,17 @@ def test_harmony() -> None:
 
 
 @pytest.mark.parametrize(
-    ("functions", "choice", "param"),
+    "functions",
     [
-        (FUNCTIONS, {"type": "function", "function": {"name": "g"}}, "tool_choice"),
-        (FUNCTIONS, {"type": "allowed_tools"}, "tool_choice"),
-        (FUNCTIONS, "any", "tool_choice"),
-        ({"a b": {}}, "required", "tools"),
-        ({"f": {"type": "array"}}, "required", "tools"),
-        ({"f": {"properties": None}}, "required", "tools"),
-        ({"f": {"properties": ["a"]}}, "required", "tools"),
-        ({"f": {"properties": {}, "required": None}}, "required", "tools"),
-        ({"f": {"properties": {}, "required": [1]}}, "required", "tools"),
+        {"a b": {}},
+        {"f": {"type": "array"}},
+        {"f": {"properties": None}},
+        {"f": {"properties": ["a"]}},
+        {"f": {"properties": {}, "required": None}},
+        {"f": {"properties": {}, "required": [1]}},
     ],
 )
-def test_what_can_not_be_forced(functions: Any, choice: Any, param: str) -> None:
+def test_what_can_not_be_forced(functions: Any) -> None:
     with pytest.raises(RequestError) as refused:
-        forced_functions(functions, choice)
-    assert refused.value.param == param
+        forced_functions(functions)
+    assert refused.value.param == "tools"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -57,9 +58,10 @@ def read(
     pieces: Sequence[str],
     functions: Functions | None = FUNCTIONS,
     begun: str = "",
+    only: bool = False,
 ) -> Read:
     tokenizer = WITH_TAGS if form.marks(calls=True) else WITHOUT_TAGS
-    parser = form.parser(tokenizer.encode(begun, add_special_tokens=False), functions)
+    parser = form.parser(tokenizer.encode(begun, add_special_tokens=False), functions, only=only)
     return read_pieces(parser, pieces)
 
 
@@ -158,11 +160,16 @@ def test_no_cut_matters_and_no_word_is_lost(family: str, data: st.DataObject) ->
     fragments = st.sampled_from([*FRAGMENTS, *[""] * 8]).map(lambda text: text or next(words))
     text = "".join(data.draw(st.lists(fragments, max_size=16), "fragments"))
     begun = data.draw(st.sampled_from(["", "<think>\n", "<think>\n\n</think>\n\n"]), "begun")
-    for form in forms(family):
-        whole = read(form, [marked(form, text)], begun=begun)
-        assert read(form, cut(data, marked(form, text)), begun=begun) == whole
-        assert read(form, list(marked(form, text)) or [""], begun=begun) == whole
+    functions = {"f": FUNCTIONS["f"]}
+    for form, only in product(forms(family), [False, True]):
+        how: dict[str, Any] = {"begun": begun, "only": only}
+        if only:
+            how["functions"] = functions
+        whole = read(form, [marked(form, text)], **how)
+        assert read(form, cut(data, marked(form, text)), **how) == whole
+        assert read(form, list(marked(form, text)) or [""], **how) == whole
         reasoning, content, calls = whole
+        assert not only or all(name in functions for name, _ in calls)
         told = reasoning + content + "".join(name + given for name, given in calls)
         for word in text.replace(".", ". ").split():
             if word[0] == "w" and word[1:-1].isdigit():

@@ -1,6 +1,9 @@
 import json
 import logging
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from transformers import AutoTokenizer
 from kvbaton.errors import ConfigError
 from kvbaton.text.tokenizer import Tokenizer
 from tests.support.scripted_source import SENTENCES, SPECIAL, train_backend, write_tokenizer
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -53,6 +57,24 @@ def test_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:
         assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
     assert tokenizer.token_text(SPECIAL.index("</s>")) == "</s>"
     assert tokenizer.token_text(10**6) == ""
+
+
+def test_other_threads_go_on_while_a_long_text_is_decoded(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Größe", add_special_tokens=False) * 200_000
+    begins, turns = threading.Event(), 0
+
+    def decode() -> str:
+        begins.set()
+        return tokenizer.decode(ids)
+
+    with ThreadPoolExecutor(1) as threads:
+        decoded = threads.submit(decode)
+        assert begins.wait(PATIENCE_S)
+        while not decoded.done():
+            turns += 1
+            time.sleep(0.0001)
+    assert decoded.result() == "Größe" * 200_000
+    assert turns > 10
 
 
 def test_bytes_of_byte_fallback_tokens() -> None:
