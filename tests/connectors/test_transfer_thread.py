@@ -305,6 +305,31 @@ def test_writes_are_split_by_what_the_transport_takes(make: Make, hub: MemoryHub
     assert p.thread.errors == d.thread.errors == 0
 
 
+def test_a_part_that_cannot_be_posted_fails_its_attempt_while_others_are_in_flight(
+    make: Make, hub: MemoryHub
+) -> None:
+    class Second(MemoryTransport):
+        capabilities = dataclasses.replace(MemoryTransport.capabilities, max_ranges=1)
+        posted = 0
+
+        def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+            self.posted += 1
+            return super().write(peer, ranges, notice) if self.posted != 2 else stumble()
+
+    p, d = make(Prefill, Second("second", hub=hub)), make(Decode)
+    p.spread = True
+    hub.hold()
+    attempt = begin(p, d)
+    wait(lambda: d.outcome(attempt) is not None, p, d)
+    ended = d.outcome(attempt)
+    assert isinstance(ended, Fail)
+    assert "write 0 failed: RuntimeError: a bug" in ended.reason
+    assert not d.freed(attempt), "the first part may still land"
+    hub.release()
+    wait(lambda: d.freed(attempt), p, d)
+    assert isinstance(hand_over(p, d), Deliver)
+
+
 @pytest.mark.parametrize(
     ("versions", "code", "said"),
     [((8, 9), "version", "source speaks 4 to 4, target 8 to 9"), ((2, 9), "malformed", "ranks")],

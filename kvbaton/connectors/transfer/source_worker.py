@@ -340,7 +340,8 @@ class SourceWorker(TransferWorker):
             self.error("a write's status can't be told")
             states.add(Status.ERROR)
         drained = states <= {Status.DONE, Status.DRAINED}
-        if not drained and (write.failed or states <= {Status.DONE, Status.PENDING}):
+        broken = bool(write.broken) or not states <= {Status.DONE, Status.PENDING}
+        if not drained and (write.failed or not broken):
             return
         ok = drained and not write.broken and Status.DRAINED not in states
         write.failed, error = not ok, ""
