@@ -238,6 +238,18 @@ def test_not_needed_is_sent_once_there_is_a_session() -> None:
     assert len(sent(rig.do(Unneeded(NAME, ADDRESS)), NotNeeded)) == 1
 
 
+def test_a_dead_address_is_not_dialled_for_ever_to_say_not_needed() -> None:
+    rig = Rig()
+    rig.do(Unneeded(NAME, ADDRESS))
+    rig.wait(TIMERS.total - 1)
+    assert rig.machine.lines, "it may only be slow"
+    actions = rig.wait(TIMERS.progress_deadline + 1)
+    assert of(actions, HangUp) == [HangUp(ADDRESS)]
+    assert not rig.machine.lines
+    assert not rig.machine.known
+    assert rig.machine.next_alarm() is None
+
+
 def drained(rig: Rig, *over: bytes, session: bytes | None = None) -> list[Any]:
     return rig.hear(SessionDrained, session, over=over)
 

@@ -550,13 +550,13 @@ def stuck(p: Prefill, d: Decode, sums: Unready) -> Attempt:
     wait(lambda: bool(p.of(Engage)), d)
     blocks = (BlockSpan(0, (1, 2, 3, 4, 5)),)
     p.thread.submit(BlocksReady(attempt, 0, 18, (blocks,), ((0, sums),)))
-    wait(lambda: p.thread.inspect(lambda: attempt in p.worker._planned), p, d)
+    assert p.thread.sender is not None
+    planned = p.thread.sender._planned
+    wait(lambda: p.thread.inspect(lambda: attempt in planned), p, d)
     return attempt
 
 
-def test_sums_that_fail_end_their_attempt_only(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_that_fail_end_their_attempt_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d, sums = make(Prefill), make(Decode), Unready()
     with monkeypatch.context() as patch:
         patch.setattr(p, "push", lambda *_: None)
@@ -585,7 +585,8 @@ class Prepares(MemoryTransport):
 
     def post(self, prepared: Any, notice: bytes) -> MemoryHandle:
         self.left = [one for one in self.left if one is not prepared]
-        return self.write(*prepared, notice)
+        peer, ranges = prepared
+        return self.write(peer, ranges, notice)
 
     def discard(self, prepared: Any) -> None:
         if not self.discards:

@@ -374,6 +374,9 @@ class TargetSessions(Machine[Incoming, TargetSession]):
             return
         line = self.lines[owner]
         session = line.session
+        greets = session if session and session.state is SessionState.HELLO else None
+        if greets is not None and self.now - greets.since >= self.timers.total:
+            line.unneeded.clear()  # P does not answer, and has forgotten these requests by now
         if not self._tidy(line):
             return
         if session is None:
@@ -381,6 +384,6 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         elif session.node is not None and self.is_silent(session.node):
             self.lose(session.node, f"nothing was heard for {self.timers.lease:g} s")
         else:
-            if session.state is SessionState.HELLO:  # P has not answered
+            if greets is not None:  # P has not answered
                 self._split(line)
             self._say_hello(line, session)
