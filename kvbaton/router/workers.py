@@ -167,6 +167,7 @@ class WorkerNodes(KnownNodes):
         self._told: tuple[Mapping[str, NodeLoad], RouterTotals] = {}, RouterTotals()
         self.totals: Callable[[], RouterTotals] = RouterTotals
         self._published: tuple[Member, ...] = ()
+        self._reaching = set[str]()
         self._reached = asyncio.Event()
         self._news = asyncio.Event()
         link.on_state = self.take_state
@@ -232,19 +233,26 @@ class WorkerNodes(KnownNodes):
 
     async def watch(self) -> None:
         """Reach engines, for ever."""
-        while True:
-            self._news.clear()
-            await asyncio.gather(*(self._reach(member.info) for member in self._unreached()))
-            await self.engines.sweep()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S):
-                    await self._news.wait()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._news.clear()
+                # None waits for another, which may stand still; one attempt per node at a time.
+                for node in [member.info for member in self._unreached()]:
+                    if node.node_id not in self._reaching:
+                        self._reaching.add(node.node_id)
+                        group.create_task(self._reach(node))
+                await self.engines.sweep()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_S):
+                        await self._news.wait()
 
     async def _reach(self, node: NodeInfo) -> None:
         try:
             await self.engines.reach(node)
         except (EngineDeadError, ValueError) as error:
             logger.warning("can't reach the engine of %s: %s", node.node_id, error)
+        finally:
+            self._reaching.discard(node.node_id)
         self._show()
 
     async def report_loads(self) -> None:

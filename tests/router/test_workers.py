@@ -289,6 +289,18 @@ async def test_a_worker_reaches_nodes_beside_one_that_stands_still(
         assert await ask(one_worker.url)
 
 
+async def test_a_worker_reaches_nodes_that_come_while_one_stands_still(
+    one_worker: OneWorker, nodes: list[StandIn]
+) -> None:
+    nodes[0].attends.clear()
+    one_worker.tell(*members(nodes[:1]))
+    for _ in range(3):  # so that it asks that one by now
+        assert await one_worker.status("/live") == 200
+    one_worker.tell(*members(nodes))
+    async with asyncio.timeout(workers.REACH_S):
+        assert await ask(one_worker.url)
+
+
 async def test_what_runs_beside_a_worker_ends_it_with_itself() -> None:
     """Else it would serve on without, and nobody would know."""
 
