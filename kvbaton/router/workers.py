@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import socket
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -53,27 +54,42 @@ RETRY_S = 1.0
 """Seconds between attempts to reach an engine."""
 REACH_S = 5.0
 """Maximum seconds that a request waits for a worker that has yet to reach a ready node."""
+MAX_DEPARTURES = 64
+"""Maximum number of departures that are published again, for workers that read late."""
 SERVED = ("/v1/", "/tokenize", "/detokenize", "/health", "/ping")
 """Paths that need a reached node."""
 
 
+class Departure(Struct, frozen=True, array_like=True):
+    """A node that requests have to leave.
+
+    Attributes:
+        number: Its number; later ones are larger.
+        node_id: Id of the node.
+        lost: Why the node was lost; None if it goes on, and its decoding requests are to move away.
+    """
+
+    number: int
+    node_id: str
+    lost: str | None
+
+
 class ClusterState(Struct, frozen=True):
-    """State that the supervisor publishes to workers.
+    """State that the supervisor publishes to workers; each takes the place of the one before.
 
     Attributes:
         members: All nodes.
-        lost: (node id, reason) of nodes that were lost since the last publication.
-        leaving: Ids of nodes whose decoding requests are to move away from now on.
+        departures: The latest ones, also those that were published before: a worker reads only the
+            latest state.
         loads: Loads by worker (its process id) and node id.
         queues: Queues by worker and node id; see `NodeLoads.queues`.
         draining: See `KnownNodes`.
     """
 
     members: tuple[Member, ...]
-    lost: tuple[tuple[str, str], ...] = ()
+    departures: tuple[Departure, ...] = ()
     loads: dict[int, dict[str, NodeLoad]] = {}
     queues: dict[int, dict[str, dict[Queue, int]]] = {}
-    leaving: tuple[str, ...] = ()
     draining: bool = False
 
 
@@ -167,6 +183,7 @@ class WorkerNodes(KnownNodes):
         self._told: tuple[Mapping[str, NodeLoad], RouterTotals] = {}, RouterTotals()
         self.totals: Callable[[], RouterTotals] = RouterTotals
         self._published: tuple[Member, ...] = ()
+        self._departed = 0
         self._reaching = set[str]()
         self._reached = asyncio.Event()
         self._news = asyncio.Event()
@@ -188,10 +205,14 @@ class WorkerNodes(KnownNodes):
             self.engines.retire(node_id)
         self._show()
         self._news.set()
-        for node_id, reason in state.lost:
-            self.on_lost(node_id, reason)
-        for node_id in state.leaving:
-            self.on_leaving(node_id)
+        for departure in state.departures:
+            if departure.number <= self._departed:
+                continue
+            self._departed = departure.number
+            if departure.lost is not None:
+                self.on_lost(departure.node_id, departure.lost)
+            else:
+                self.on_leaving(departure.node_id)
 
     def _show(self) -> None:
         """Update membership: ready nodes that this worker has not reached count as starting."""
@@ -325,11 +346,10 @@ class _Cluster:
         self._registry = CollectorRegistry()
         members = nodes.membership.members
         self._registry.register(NodeCollector(lambda: list(members.values()), self._loads))
-        self._lost: list[tuple[str, str]] = []
-        self._leaving: list[str] = []
-        self._is_news = False
-        nodes.on_lost = lambda node_id, reason: self._lost.append((node_id, reason))
-        nodes.on_leaving = self._leaving.append
+        self._departures: deque[Departure] = deque(maxlen=MAX_DEPARTURES)
+        self._numbers = itertools.count(1)
+        self._is_news = self._is_urgent = False
+        nodes.on_lost = nodes.on_leaving = self._departs
         nodes.on_change, nodes.on_command = self._changed, self.publish
         # Answers requests that workers pass on.
         own = [route for route in routes() if route.path != "/metrics"]
@@ -373,21 +393,23 @@ class _Cluster:
         """Totals of all workers, ended ones included."""
         return reduce(RouterTotals.plus, (n.totals for n in self._by_worker.values()), self._ended)
 
+    def _departs(self, node_id: str, lost: str | None = None) -> None:
+        self._departures.append(Departure(next(self._numbers), node_id, lost))
+        self._is_urgent = True
+
     def _changed(self) -> None:
-        if self._lost or self._leaving:
+        if self._is_urgent:
             self.publish()
         self._is_news = True
 
     def publish(self) -> None:
         """Publish the current state to all workers."""
-        lost, leaving = tuple(self._lost), tuple(self._leaving)
-        self._lost.clear()
-        self._leaving.clear()
-        self._is_news = False
+        self._is_news = self._is_urgent = False
         members = tuple(self._nodes.membership.members.values())
         loads = {news.worker: news.loads for news in self._by_worker.values()}
         queues = {news.worker: news.queues for news in self._by_worker.values()}
-        state = ClusterState(members, lost, loads, queues, leaving, self._nodes.draining)
+        departures = tuple(self._departures)
+        state = ClusterState(members, departures, loads, queues, self._nodes.draining)
         self.supervisor.publish(_encoder.encode(state))
 
     async def publish_regularly(self) -> None:
