@@ -386,7 +386,8 @@ class _Cluster:
         if news.unreachable is not None:
             node_id, generation, error = news.unreachable
             member = self._nodes.membership.in_life(node_id, generation)
-            if member is not None:
+            # A worker that stood still has lost all nodes, which are there for everybody else.
+            if member is not None and not self._nodes.engines.reached(member.info):
                 self._nodes.unreachable(member.info, error)
 
     def _totals(self) -> RouterTotals:

@@ -23,7 +23,14 @@ from kvbaton.router.config import RouterConfig
 from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Member, Membership, NodeState
 from kvbaton.router.nodes import Nodes
-from kvbaton.router.workers import ClusterState, WorkerNodes, _Cluster, _running, worker
+from kvbaton.router.workers import (
+    ClusterState,
+    WorkerNews,
+    WorkerNodes,
+    _Cluster,
+    _running,
+    worker,
+)
 from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.network import bind
 from kvbaton.server.sse import read_events
@@ -347,6 +354,25 @@ async def test_a_worker_hears_of_all_nodes_that_leave_at_once() -> None:
     assert told.read() == [], "but of each once"
     told.change("a")
     assert told.read() == ["a"]
+
+
+@pytest.mark.parametrize("reached", [True, False], ids=["to the worker only", "to all"])
+async def test_a_node_that_a_worker_has_lost_is_lost_if_its_supervisor_has_lost_it(
+    reached: bool,
+) -> None:
+    """A worker that stood still for a second is hung up on by all engines at once."""
+    told, info = Told(), stand_in("decode", "d0").info
+    member = Member(info, static=False, heard_at=0.0, state=NodeState.READY)
+    told.nodes.membership.members[info.node_id] = member
+    if reached:
+        client: Any = SimpleNamespace(dead=None)
+        told.nodes.engines._clients[info.node_id] = info, client
+    lost = info.node_id, info.generation, "its engine: the connection was lost"
+    news = WorkerNews(1, {}, unreachable=lost)
+    told.cluster._take_report(0, msgspec.msgpack.encode(news))
+    told.cluster.publish()
+    assert (member.state is NodeState.READY) == reached
+    assert told.read() == ([] if reached else [f"d0: {lost[-1]}"])
 
 
 async def test_what_runs_beside_a_worker_ends_it_with_itself() -> None:
