@@ -128,16 +128,17 @@ class LateRequests:
                 less, _, steps_back = heapq.heappop(rivals)
                 end += less
                 late[steps_back] = True
+        # Those of a priority of which none is in time are put back for nobody: requests without an
+        # objective must not pass them.
+        in_time = {sequence.rank[0] for sequence in timed if not late[sequence]}
+        late = {s: is_late and s.rank[0] in in_time for s, is_late in late.items()}
         first = next((sequence for sequence in timed if late[sequence]), None)
         self._turn = None
         if first is None:
             self._owed_s = 0.0
         elif self._owed_s >= first.request.spec.prefill_s:
             self._turn, late[first] = first, False
-        # Those of a priority of which none is in time are put back for nobody: requests without an
-        # objective must not pass them.
-        in_time = {sequence.rank[0] for sequence in timed if not late[sequence]}
-        _set_late(waiting, {s: is_late and s.rank[0] in in_time for s, is_late in late.items()})
+        _set_late(waiting, late)
 
     def leaves(self, sequence: Sequence) -> None:
         """Note that a queued sequence runs now; from here on it is ranked as any other."""
