@@ -238,6 +238,14 @@ def test_not_needed_is_sent_once_there_is_a_session() -> None:
     assert len(sent(rig.do(Unneeded(NAME, ADDRESS)), NotNeeded)) == 1
 
 
+def test_not_needed_is_said_to_so_many_addresses_only() -> None:
+    """Without a cluster key a client may name any port of this machine."""
+    rig = Rig()
+    for port in range(MAX_LINES + 9):
+        rig.do(Unneeded(NAME, f"tcp://127.0.0.1:{port + 1}"))
+    assert len(rig.machine.lines) == MAX_LINES
+
+
 def test_a_dead_address_is_not_dialled_for_ever_to_say_not_needed() -> None:
     rig = Rig()
     rig.do(Unneeded(NAME, ADDRESS))

@@ -65,6 +65,11 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         line.used = self.now
         return line
 
+    def is_crowded(self, address: str) -> bool:
+        """Whether an address would be one too many."""
+        known = address in self.lines or address in self._same
+        return not known and len(self.lines) + len(self._same) >= MAX_LINES
+
     def set_members(self, event: events.SetMembers) -> None:
         """Open sessions with new members, before they are needed; forget unused former ones."""
         addresses = {self._same.get(address, address) for address in event.addresses}
@@ -124,6 +129,8 @@ class TargetSessions(Machine[Incoming, TargetSession]):
 
     def unneeded(self, event: events.Unneeded) -> None:
         """Send `NotNeeded` to P, now or once the session is up."""
+        if self.is_crowded(event.address):
+            return  # P's timers forget the request anyway
         line = self.line(event.address)
         line.unneeded.append(event.attempt)
         if line.up is not None:
