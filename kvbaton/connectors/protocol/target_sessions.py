@@ -149,8 +149,10 @@ class TargetSessions(Machine[Incoming, TargetSession]):
     def open_line(self, line: Line) -> None:
         """Open a session with `Hello`, if there is none; at most once per `resend`."""
         now = self.now
-        if line.session is None and now - line.opened < self.timers.resend:
-            self.ring_in("resend", line.address, line.opened + self.timers.resend - now)
+        # Compared as the alarm is set: rounded otherwise, it could ring at once, for ever.
+        too_soon_s = line.opened + self.timers.resend - now
+        if line.session is None and too_soon_s > 0:
+            self.ring_in("resend", line.address, too_soon_s)
         elif line.session is None:
             line.opened = now
             line.session = TargetSession(
