@@ -200,8 +200,8 @@ class WorkerNodes(KnownNodes):
             for node_id, tokens in theirs.items() if worker != os.getpid() else ():
                 queues[node_id].update(tokens)
         self._loads.other_queues = queues
-        known = {member.info.node_id for member in state.members}
-        for node_id in self.membership.members.keys() - known:
+        known = {member.info.node_id: member.info for member in state.members}
+        for node_id in self.membership.members.keys() - known.keys():
             self.engines.retire(node_id)
         self._show()
         self._news.set()
@@ -209,10 +209,12 @@ class WorkerNodes(KnownNodes):
             if departure.number <= self._departed:
                 continue
             self._departed = departure.number
-            if departure.lost is not None:
-                self.on_lost(departure.node_id, departure.lost)
-            else:
+            node = known.get(departure.node_id)
+            if departure.lost is None:
                 self.on_leaving(departure.node_id)
+            elif node is None or not self.engines.reached(node):
+                # Else only the supervisor has lost it, and tokens still come here.
+                self.on_lost(departure.node_id, departure.lost)
 
     def _show(self) -> None:
         """Update membership: ready nodes that this worker has not reached count as starting."""

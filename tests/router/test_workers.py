@@ -375,6 +375,20 @@ async def test_a_node_that_a_worker_has_lost_is_lost_if_its_supervisor_has_lost_
     assert told.read() == ([] if reached else [f"d0: {lost[-1]}"])
 
 
+@pytest.mark.parametrize("reached", [True, False])
+async def test_a_node_that_only_a_supervisor_has_lost_goes_on_for_workers(reached: bool) -> None:
+    """A supervisor that stood still is hung up on, too; the tokens of workers still come."""
+    told, info = Told(), stand_in("decode", "d0").info
+    member = Member(info, static=False, heard_at=0.0, state=NodeState.READY)
+    told.nodes.membership.members[info.node_id] = member
+    if reached:
+        client: Any = SimpleNamespace(dead=None)
+        told.worker.engines._clients[info.node_id] = info, client
+    told.nodes.unreachable(info, "its engine: the connection was lost")
+    assert member.state is NodeState.UNHEALTHY
+    assert told.read() == ([] if reached else ["d0: its engine: the connection was lost"])
+
+
 async def test_what_runs_beside_a_worker_ends_it_with_itself() -> None:
     """Else it would serve on without, and nobody would know."""
 
