@@ -93,7 +93,7 @@ class OutputCollector:
         self._request = request
         self._sink = sink
         self._waiting: dict[int, list[Output]] = {}
-        self._behind = 0
+        self._behind: dict[int, int] = {}  # by choice with more than one output
         self._over = False
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -113,9 +113,10 @@ class OutputCollector:
         waiting = self._waiting.setdefault(output.choice, [])
         waiting.append(output)
         if len(waiting) > 1:
-            self._behind += len(output.token_ids)
+            behind = len(output.token_ids)
             if output.logprobs is not None:
-                self._behind += sum(len(entry.top) for entry in output.logprobs)
+                behind += sum(len(entry.top) for entry in output.logprobs)
+            self._behind[output.choice] = self._behind.get(output.choice, 0) + behind
             if len(waiting) >= _MERGE_AT:
                 waiting[:] = [merge_outputs(waiting)]
 
@@ -126,7 +127,7 @@ class OutputCollector:
 
     def flush(self) -> None:
         """See `OutputReceiver`."""
-        if self._behind > MAX_BEHIND and not self._over:
+        if self._behind and sum(self._behind.values()) > MAX_BEHIND and not self._over:
             reason = "the client reads more slowly than its tokens are made"
             self.end(RequestError(reason, status=503, code="too_slow"))
             self._source.cancel(self._request.request_id)
@@ -141,8 +142,8 @@ class OutputCollector:
                 if not self._sink(outputs[0] if len(outputs) == 1 else merge_outputs(outputs)):
                     break
                 del waiting[choice]
+                self._behind.pop(choice, None)
             else:
-                self._behind = 0
                 if not self._over:
                     return
         except Exception as error:  # of the sink: raise it to the reader, not to the source
@@ -164,10 +165,9 @@ class OutputCollector:
                 raise StopAsyncIteration
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        outputs = waiting.pop(next(iter(waiting)))
-        if not waiting:
-            self._behind = 0
-        return merge_outputs(outputs)
+        choice = next(iter(waiting))
+        self._behind.pop(choice, None)
+        return merge_outputs(waiting.pop(choice))
 
 
 def merge_outputs(outputs: Sequence[Output]) -> Output:

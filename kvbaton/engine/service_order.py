@@ -109,6 +109,7 @@ class LateRequests:
             timed = [s for s in waiting if s.request.due is not None and not s.num_generated]
         if len(timed) < 2:
             self._planned = None
+            _set_late(waiting, dict.fromkeys(timed, False))
             return
         left_s = sum(map(_left_s, running))
         pace = self._pace(now, left_s)
@@ -127,15 +128,17 @@ class LateRequests:
                 less, _, steps_back = heapq.heappop(rivals)
                 end += less
                 late[steps_back] = True
+        # Those of a priority of which none is in time are put back for nobody: requests without an
+        # objective must not pass them.
+        in_time = {sequence.rank[0] for sequence in timed if not late[sequence]}
+        late = {s: is_late and s.rank[0] in in_time for s, is_late in late.items()}
         first = next((sequence for sequence in timed if late[sequence]), None)
         self._turn = None
         if first is None:
             self._owed_s = 0.0
         elif self._owed_s >= first.request.spec.prefill_s:
             self._turn, late[first] = first, False
-        for sequence, is_late in late.items():
-            sequence.rank = sequence.rank[0], is_late, *sequence.rank[2:]
-        waiting.sort(key=lambda sequence: sequence.rank)
+        _set_late(waiting, late)
 
     def leaves(self, sequence: Sequence) -> None:
         """Note that a queued sequence runs now; from here on it is ranked as any other."""
@@ -146,6 +149,15 @@ class LateRequests:
             sequence.rank = sequence.rank[0], False, *sequence.rank[2:]
         elif sequence.request.due is not None and not sequence.num_generated:
             self._owed_s += LATE_SHARE * work_s
+
+
+def _set_late(waiting: list[Sequence], late: dict[Sequence, bool]) -> None:
+    """Set which sequences of a queue go last, and sort it if that changes any."""
+    changed = [(s, is_late) for s, is_late in late.items() if s.rank[1] != is_late]
+    for sequence, is_late in changed:
+        sequence.rank = sequence.rank[0], is_late, *sequence.rank[2:]
+    if changed:
+        waiting.sort(key=lambda sequence: sequence.rank)
 
 
 def _left_s(sequence: Sequence) -> float:

@@ -1,10 +1,10 @@
 """A worker in a process of its own, and its stand-in in the core's process.
 
 Threads of one interpreter launch one after the other, so each rank but the first has a process.
-Calls reach it through channels: a socket, and a thread that answers in order. One channel is for
-all that runs in the worker's own thread; it answers a step when that is over, while the next one is
-launched. Two more channels, for kept sums and for digests, wait for no step. Both ends belong to
-one program and one user, parent and child, so messages are pickled.
+Calls reach it through channels: a socket, a thread that carries calls out, and one that answers in
+order. One channel is for all that runs in the worker's own thread; a step is answered when it is
+over, while the next one is launched. Two more channels, for kept sums and for digests, wait for no
+step. Both ends belong to one program and one user, parent and child, so messages are pickled.
 """
 
 from __future__ import annotations
@@ -275,6 +275,12 @@ def _send(connection: Connection, made: Pending[Any]) -> None:
         connection.send(answer)
 
 
+def _tell(connection: Connection, waiting: SimpleQueue[Pending[Any]]) -> None:
+    """Answer the calls of a channel in order, for ever."""
+    while True:
+        _send(connection, waiting.get())
+
+
 def main() -> None:
     """Entry point of the process: ``parent's pid, log level, descriptors of the channels``."""
     parent, level, *descriptors = map(int, sys.argv[1:])
@@ -282,15 +288,13 @@ def main() -> None:
     begin_child(signal.SIGTERM, parent=parent)
     faulthandler.enable()  # else a crash in a library would leave no trace
     logging.basicConfig(level=level, format=LOG_FORMAT)
-    connections, served = [Connection(descriptor) for descriptor in descriptors], _Served()
-    waiting: SimpleQueue[Pending[Any]] = SimpleQueue()
-
-    def tell() -> None:
-        while True:
-            _send(connections[STEPS], waiting.get())
-
-    threading.Thread(target=tell, daemon=True).start()
-    for connection in connections[SUMS:]:
-        args = connection, served, partial(_send, connection)
-        threading.Thread(target=_serve, args=args, daemon=True).start()
-    _serve(connections[STEPS], served, waiting.put)
+    served = _Served()
+    channels: list[tuple[Connection, _Served, Callable[[Pending[Any]], None]]] = []
+    for descriptor in descriptors:
+        connection, waiting = Connection(descriptor), SimpleQueue[Pending[Any]]()
+        # A thread of its own for answers: the parent may read none before it has asked all.
+        threading.Thread(target=_tell, args=(connection, waiting), daemon=True).start()
+        channels.append((connection, served, waiting.put))
+    for channel in channels[SUMS:]:
+        threading.Thread(target=_serve, args=channel, daemon=True).start()
+    _serve(*channels[STEPS])

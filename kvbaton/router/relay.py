@@ -268,7 +268,7 @@ class RequestRelay:
             refusal = RequestError(
                 error.message, param=error.param, status=error.status or 400, code=error.code
             )
-            return self.fail(refusal)
+            return [CancelNode(asked), *self.fail(refusal)]  # other choices may go on there
         owes_scores = self._waiting and self._owes_prompt_logprobs
         if asked.side == "source" and self._target_spoke and not owes_scores:
             return [CancelNode(asked), *self._release(now)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import socket
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -53,27 +54,42 @@ RETRY_S = 1.0
 """Seconds between attempts to reach an engine."""
 REACH_S = 5.0
 """Maximum seconds that a request waits for a worker that has yet to reach a ready node."""
+MAX_DEPARTURES = 64
+"""Maximum number of departures that are published again, for workers that read late."""
 SERVED = ("/v1/", "/tokenize", "/detokenize", "/health", "/ping")
 """Paths that need a reached node."""
 
 
+class Departure(Struct, frozen=True, array_like=True):
+    """A node that requests have to leave.
+
+    Attributes:
+        number: Its number; later ones are larger.
+        node_id: Id of the node.
+        lost: Why the node was lost; None if it goes on, and its decoding requests are to move away.
+    """
+
+    number: int
+    node_id: str
+    lost: str | None
+
+
 class ClusterState(Struct, frozen=True):
-    """State that the supervisor publishes to workers.
+    """State that the supervisor publishes to workers; each takes the place of the one before.
 
     Attributes:
         members: All nodes.
-        lost: (node id, reason) of nodes that were lost since the last publication.
-        leaving: Ids of nodes whose decoding requests are to move away from now on.
+        departures: The latest ones, also those that were published before: a worker reads only the
+            latest state.
         loads: Loads by worker (its process id) and node id.
         queues: Queues by worker and node id; see `NodeLoads.queues`.
         draining: See `KnownNodes`.
     """
 
     members: tuple[Member, ...]
-    lost: tuple[tuple[str, str], ...] = ()
+    departures: tuple[Departure, ...] = ()
     loads: dict[int, dict[str, NodeLoad]] = {}
     queues: dict[int, dict[str, dict[Queue, int]]] = {}
-    leaving: tuple[str, ...] = ()
     draining: bool = False
 
 
@@ -167,6 +183,8 @@ class WorkerNodes(KnownNodes):
         self._told: tuple[Mapping[str, NodeLoad], RouterTotals] = {}, RouterTotals()
         self.totals: Callable[[], RouterTotals] = RouterTotals
         self._published: tuple[Member, ...] = ()
+        self._departed = 0
+        self._reaching = set[str]()
         self._reached = asyncio.Event()
         self._news = asyncio.Event()
         link.on_state = self.take_state
@@ -182,15 +200,21 @@ class WorkerNodes(KnownNodes):
             for node_id, tokens in theirs.items() if worker != os.getpid() else ():
                 queues[node_id].update(tokens)
         self._loads.other_queues = queues
-        known = {member.info.node_id for member in state.members}
-        for node_id in self.membership.members.keys() - known:
+        known = {member.info.node_id: member.info for member in state.members}
+        for node_id in self.membership.members.keys() - known.keys():
             self.engines.retire(node_id)
         self._show()
         self._news.set()
-        for node_id, reason in state.lost:
-            self.on_lost(node_id, reason)
-        for node_id in state.leaving:
-            self.on_leaving(node_id)
+        for departure in state.departures:
+            if departure.number <= self._departed:
+                continue
+            self._departed = departure.number
+            node = known.get(departure.node_id)
+            if departure.lost is None:
+                self.on_leaving(departure.node_id)
+            elif node is None or not self.engines.reached(node):
+                # Else only the supervisor has lost it, and tokens still come here.
+                self.on_lost(departure.node_id, departure.lost)
 
     def _show(self) -> None:
         """Update membership: ready nodes that this worker has not reached count as starting."""
@@ -232,19 +256,26 @@ class WorkerNodes(KnownNodes):
 
     async def watch(self) -> None:
         """Reach engines, for ever."""
-        while True:
-            self._news.clear()
-            await asyncio.gather(*(self._reach(member.info) for member in self._unreached()))
-            await self.engines.sweep()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S):
-                    await self._news.wait()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._news.clear()
+                # None waits for another, which may stand still; one attempt per node at a time.
+                for node in [member.info for member in self._unreached()]:
+                    if node.node_id not in self._reaching:
+                        self._reaching.add(node.node_id)
+                        group.create_task(self._reach(node))
+                await self.engines.sweep()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_S):
+                        await self._news.wait()
 
     async def _reach(self, node: NodeInfo) -> None:
         try:
             await self.engines.reach(node)
         except (EngineDeadError, ValueError) as error:
             logger.warning("can't reach the engine of %s: %s", node.node_id, error)
+        finally:
+            self._reaching.discard(node.node_id)
         self._show()
 
     async def report_loads(self) -> None:
@@ -317,11 +348,10 @@ class _Cluster:
         self._registry = CollectorRegistry()
         members = nodes.membership.members
         self._registry.register(NodeCollector(lambda: list(members.values()), self._loads))
-        self._lost: list[tuple[str, str]] = []
-        self._leaving: list[str] = []
-        self._is_news = False
-        nodes.on_lost = lambda node_id, reason: self._lost.append((node_id, reason))
-        nodes.on_leaving = self._leaving.append
+        self._departures: deque[Departure] = deque(maxlen=MAX_DEPARTURES)
+        self._numbers = itertools.count(1)
+        self._is_news = self._is_urgent = False
+        nodes.on_lost = nodes.on_leaving = self._departs
         nodes.on_change, nodes.on_command = self._changed, self.publish
         # Answers requests that workers pass on.
         own = [route for route in routes() if route.path != "/metrics"]
@@ -358,28 +388,31 @@ class _Cluster:
         if news.unreachable is not None:
             node_id, generation, error = news.unreachable
             member = self._nodes.membership.in_life(node_id, generation)
-            if member is not None:
+            # A worker that stood still has lost all nodes, which are there for everybody else.
+            if member is not None and not self._nodes.engines.reached(member.info):
                 self._nodes.unreachable(member.info, error)
 
     def _totals(self) -> RouterTotals:
         """Totals of all workers, ended ones included."""
         return reduce(RouterTotals.plus, (n.totals for n in self._by_worker.values()), self._ended)
 
+    def _departs(self, node_id: str, lost: str | None = None) -> None:
+        self._departures.append(Departure(next(self._numbers), node_id, lost))
+        self._is_urgent = True
+
     def _changed(self) -> None:
-        if self._lost or self._leaving:
+        if self._is_urgent:
             self.publish()
         self._is_news = True
 
     def publish(self) -> None:
         """Publish the current state to all workers."""
-        lost, leaving = tuple(self._lost), tuple(self._leaving)
-        self._lost.clear()
-        self._leaving.clear()
-        self._is_news = False
+        self._is_news = self._is_urgent = False
         members = tuple(self._nodes.membership.members.values())
         loads = {news.worker: news.loads for news in self._by_worker.values()}
         queues = {news.worker: news.queues for news in self._by_worker.values()}
-        state = ClusterState(members, lost, loads, queues, leaving, self._nodes.draining)
+        departures = tuple(self._departures)
+        state = ClusterState(members, departures, loads, queues, self._nodes.draining)
         self.supervisor.publish(_encoder.encode(state))
 
     async def publish_regularly(self) -> None:

@@ -238,6 +238,39 @@ def test_not_needed_is_sent_once_there_is_a_session() -> None:
     assert len(sent(rig.do(Unneeded(NAME, ADDRESS)), NotNeeded)) == 1
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("opened", [3.6, 1e5 / 3, 2e6 / 7])
+def test_a_session_opens_when_its_alarm_rings_however_times_are_rounded(opened: float) -> None:
+    """4.1 - 3.6 is less than 0.5: an alarm that is set again and again would ring for ever."""
+    rig = Rig()
+    rig.now = opened
+    rig.do(Unneeded(NAME, ADDRESS))
+    rig.now = opened + 0.1
+    assert not sent(rig.refuse_session("unknown_session"), Hello), "too soon for another"
+    rig.now = opened + TIMERS.resend
+    assert sent(rig.do(Tick()), Hello)
+
+
+def test_not_needed_is_said_to_so_many_addresses_only() -> None:
+    """Without a cluster key a client may name any port of this machine."""
+    rig = Rig()
+    for port in range(MAX_LINES + 9):
+        rig.do(Unneeded(NAME, f"tcp://127.0.0.1:{port + 1}"))
+    assert len(rig.machine.lines) == MAX_LINES
+
+
+def test_a_dead_address_is_not_dialled_for_ever_to_say_not_needed() -> None:
+    rig = Rig()
+    rig.do(Unneeded(NAME, ADDRESS))
+    rig.wait(TIMERS.total - 1)
+    assert rig.machine.lines, "it may only be slow"
+    actions = rig.wait(TIMERS.progress_deadline + 1)
+    assert of(actions, HangUp) == [HangUp(ADDRESS)]
+    assert not rig.machine.lines
+    assert not rig.machine.known
+    assert rig.machine.next_alarm() is None
+
+
 def drained(rig: Rig, *over: bytes, session: bytes | None = None) -> list[Any]:
     return rig.hear(SessionDrained, session, over=over)
 

@@ -19,6 +19,7 @@ from kvbaton.connectors.base import Notice, Peer, Ranges, Status
 from kvbaton.connectors.channel import ControlChannel
 from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.connectors.protocol.events import (
+    BlocksReady,
     CancelTarget,
     Deliver,
     Engage,
@@ -43,8 +44,17 @@ from kvbaton.connectors.transports.memory import (
 from kvbaton.connectors.transports.tcp import TcpTransport
 from kvbaton.errors import TransportError
 from kvbaton.messages.control import Control, DigestRun, Refused, decode_control
-from kvbaton.types import MAX_TEXT, Attempt, TransferTimers
-from tests.connectors.transfer_rig import LAYOUT, Decode, Node, Prefill, begin, hand_over, wait
+from kvbaton.types import MAX_TEXT, Attempt, BlockSpan, TransferTimers
+from tests.connectors.transfer_rig import (
+    HEADS,
+    LAYOUT,
+    Decode,
+    Node,
+    Prefill,
+    begin,
+    hand_over,
+    wait,
+)
 from tests.support.making import making
 from tests.support.waiting import PATIENCE_S
 
@@ -295,6 +305,31 @@ def test_writes_are_split_by_what_the_transport_takes(make: Make, hub: MemoryHub
     assert p.thread.errors == d.thread.errors == 0
 
 
+def test_a_part_that_cannot_be_posted_fails_its_attempt_while_others_are_in_flight(
+    make: Make, hub: MemoryHub
+) -> None:
+    class Second(MemoryTransport):
+        capabilities = dataclasses.replace(MemoryTransport.capabilities, max_ranges=1)
+        posted = 0
+
+        def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+            self.posted += 1
+            return super().write(peer, ranges, notice) if self.posted != 2 else stumble()
+
+    p, d = make(Prefill, Second("second", hub=hub)), make(Decode)
+    p.spread = True
+    hub.hold()
+    attempt = begin(p, d)
+    wait(lambda: d.outcome(attempt) is not None, p, d)
+    ended = d.outcome(attempt)
+    assert isinstance(ended, Fail)
+    assert "write 0 failed: RuntimeError: a bug" in ended.reason
+    assert not d.freed(attempt), "the first part may still land"
+    hub.release()
+    wait(lambda: d.freed(attempt), p, d)
+    assert isinstance(hand_over(p, d), Deliver)
+
+
 @pytest.mark.parametrize(
     ("versions", "code", "said"),
     [((8, 9), "version", "source speaks 4 to 4, target 8 to 9"), ((2, 9), "malformed", "ranks")],
@@ -495,6 +530,97 @@ def test_a_memory_that_cannot_be_summed_fails_its_attempt_only(
     assert "ZeroDivisionError" in ended.reason
     assert d.machine.counters.mismatches == 0, "that is no fault of the peer"
     assert isinstance(hand_over(p, d), Deliver)
+
+
+class Unready:
+    """Sums that are not there until they are made to be, or to fail."""
+
+    failed = False
+    ready: list[Sums] | None = None
+
+    def poll(self) -> list[Sums] | None:
+        if self.failed:
+            raise RuntimeError("the sums can't be fetched")
+        return self.ready
+
+
+def stuck(p: Prefill, d: Decode, sums: Unready) -> Attempt:
+    """Begin a hand-over whose only report waits for its sums, with its writes planned ahead."""
+    attempt = begin(p, d)
+    wait(lambda: bool(p.of(Engage)), d)
+    blocks = (BlockSpan(0, (1, 2, 3, 4, 5)),)
+    p.thread.submit(BlocksReady(attempt, 0, 18, (blocks,), ((0, sums),)))
+    assert p.thread.sender is not None
+    planned = p.thread.sender._planned
+    wait(lambda: p.thread.inspect(lambda: attempt in planned), p, d)
+    return attempt
+
+
+def test_sums_that_fail_end_their_attempt_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d, sums = make(Prefill), make(Decode), Unready()
+    with monkeypatch.context() as patch:
+        patch.setattr(p, "push", lambda *_: None)
+        attempt = stuck(p, d, sums)
+    sums.failed = True
+    wait(lambda: d.freed(attempt), p, d)
+    ended = d.outcome(attempt)
+    assert isinstance(ended, Fail)
+    assert "the sums can't be fetched" in ended.reason
+    assert [release.attempt for release in p.of(Release)] == [attempt]
+    assert isinstance(hand_over(p, d), Deliver)
+    assert p.thread.errors == 1
+
+
+class Prepares(MemoryTransport):
+    """Prepares writes; `left` are those neither posted nor discarded."""
+
+    def __init__(self, name: str, hub: MemoryHub) -> None:
+        super().__init__(name, hub=hub)
+        self.left: list[object] = []
+        self.discards = True
+
+    def prepare(self, peer: Peer, ranges: Ranges) -> object:
+        self.left.append(prepared := (peer, ranges.copy()))
+        return prepared
+
+    def post(self, prepared: Any, notice: bytes) -> MemoryHandle:
+        self.left = [one for one in self.left if one is not prepared]
+        peer, ranges = prepared
+        return self.write(peer, ranges, notice)
+
+    def discard(self, prepared: Any) -> None:
+        if not self.discards:
+            stumble()
+        self.left = [one for one in self.left if one is not prepared]
+
+
+def test_a_prepared_write_that_cannot_be_discarded_keeps_no_blocks(
+    make: Make, hub: MemoryHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = make(Prefill, prepares := Prepares("prepares", hub)), make(Decode)
+    prepares.discards = False
+    with monkeypatch.context() as patch:
+        patch.setattr(p, "push", lambda *_: None)
+        attempt = stuck(p, d, Unready())
+    d.thread.submit(CancelTarget(attempt))
+    wait(lambda: d.freed(attempt), p, d)
+    wait(lambda: [release.attempt for release in p.of(Release)] == [attempt], p, d)
+    assert isinstance(hand_over(p, d), Deliver)
+
+
+def test_what_was_prepared_for_a_write_that_cannot_be_signed_is_discarded(
+    make: Make, hub: MemoryHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = make(Prefill, prepares := Prepares("prepares", hub)), make(Decode)
+    monkeypatch.setattr(p.worker, "_claims", lambda *_: stumble())
+    with monkeypatch.context() as patch:
+        patch.setattr(p, "push", lambda *_: None)
+        attempt = stuck(p, d, sums := Unready())
+    assert prepares.left
+    sums.ready = [np.zeros((5, 2, 2, HEADS), np.uint64)]
+    wait(lambda: d.freed(attempt), p, d)
+    assert isinstance(d.outcome(attempt), Fail)
+    assert not prepares.left
 
 
 def test_a_machine_in_disorder_loses_one_event(make: Make) -> None:

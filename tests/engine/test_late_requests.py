@@ -107,6 +107,24 @@ def test_who_is_late_is_not_starved() -> None:
     serve(loop)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_who_is_late_is_not_passed_for_ever_by_requests_without_an_objective(count: int) -> None:
+    """One of one left, or both of two: nobody whose token would be in time gains from it."""
+    loop = one_at_a_time()
+    for i in range(count):
+        loop.add(timed(f"r{i}", i, 1.5))
+    served = list[str]()
+    for number in range(20):  # as many as are served: the queue is never empty
+        loop.add(timed(f"untimed-{number}", 100 + number, 0.0))
+        before = len(loop.outputs)
+        loop.step()
+        for output in loop.outputs[before:]:
+            loop.clock.now += WORK_S
+            served.append(output.request_id)
+    assert {f"r{i}" for i in range(count)} <= set(served[: count + 3]), served
+    serve(loop)
+
+
 def test_without_objectives_first_come_is_first_served() -> None:
     loop = one_at_a_time()
     for i, work_s in enumerate((3.0, 1.0, 2.0)):

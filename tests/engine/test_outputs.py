@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from typing_extensions import override
 
+from kvbaton.engine import outputs
 from kvbaton.engine.outputs import OutputCollector, OutputReceiver, TokenSource
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams
 
@@ -87,6 +88,23 @@ async def test_a_sink_has_tokens_before_the_callback_ends_and_the_reader_what_it
     source.end()
     await reading.task
     assert source.cancelled == ["r"]
+
+
+async def test_a_reader_that_is_always_a_little_behind_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It never catches up with all choices at once, but what waits does not grow."""
+    monkeypatch.setattr(outputs, "MAX_BEHIND", 8)
+    source, read = Source(), list[int]()
+    with OutputCollector(source, REQUEST) as collector:
+        for token in range(0, 60, 2):
+            for choice in range(2):
+                source.say(token, token + 1, choice=choice)
+            read += (await anext(collector)).token_ids  # of one choice
+        source.end()
+        async for output in collector:
+            read += output.token_ids
+    assert sorted(read) == sorted([*range(60)] * 2)
 
 
 async def test_what_a_sink_raises_is_the_readers() -> None:

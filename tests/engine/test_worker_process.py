@@ -203,6 +203,39 @@ def say() -> Any:
     print("made", flush=True)
 
 
+class Digesting:
+    """Digests of so many layers that one fills the socket."""
+
+    def digest(self, ranges: list[BlockRange], *, keep: bool) -> list[Any]:
+        return [np.full(1 << 17, held.start) for held in ranges]
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+def test_answers_that_nobody_reads_yet_hold_up_no_further_calls() -> None:
+    """Neither end may wait until the other has read: the transfer thread asks, then it reads."""
+    make: Any = Digesting
+    process = WorkerProcess(make, "rank 1")
+    try:
+        process.wait_made()
+        asked = list[Pending[Any]]()
+
+        def ask() -> None:
+            for start in range(200):
+                held = BlockRange(0, list(range(2000)), 0, start, start + 1)
+                asked.append(process.digest([held]))
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(PATIENCE_S)
+        assert not asking.is_alive(), f"it hangs after {len(asked)}"
+        assert [each.result()[0][0] for each in asked] == [*range(200)]
+    finally:
+        process.kill()
+        process.close()
+
+
 def test_it_ends_when_its_parent_is_killed() -> None:
     text = """
 import time

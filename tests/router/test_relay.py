@@ -780,6 +780,15 @@ def test_what_no_node_can_go_on_with_is_tried_once(side: str, relayed: int) -> N
     assert len(bench.routed) == 1
 
 
+def test_a_choice_that_no_node_can_go_on_with_ends_the_others_at_the_node() -> None:
+    """The node goes on with its other choices, of which nobody wants to know any more."""
+    bench = Bench(request(n=2), sources=False).start()
+    bench.say("target", 0, 10)
+    bench.say("target", 1, choice=0, finish_reason="error", error_code="grammar_failed")
+    assert bench.error().code == "grammar_failed"
+    assert bench.cancelled == [bench.asked("target")]
+
+
 def test_what_fails_at_every_node_by_itself_is_a_500() -> None:
     """Logits that are NaN, say: another node may have better memory, not other weights."""
     bench = Bench(request()).start()

@@ -71,6 +71,22 @@ def test_as_many_generate_as_texts_need(forgiven: float | None) -> None:
     assert roles.generating == {"n3", "n1"}, "those that do go on, whoever has more texts"
 
 
+@pytest.mark.parametrize("forgiven", [None, 0.05])
+@pytest.mark.parametrize(
+    ("step_s", "sequence_s", "full_s", "work_s"),
+    [(0.016, 0.0, 0.095, 0.016), (0.0045, 4.5e-5, 0.0, 0.016), (0.0045, 4.5e-5, 0.095, 0.0)],
+    ids=["a step too long, its texts free", "a chunk that costs nothing", "prompts that do"],
+)
+def test_a_cost_measured_as_nothing_divides_nothing(
+    forgiven: float | None, step_s: float, sequence_s: float, full_s: float, work_s: float
+) -> None:
+    """Nodes report costs that are never negative: what noise hides is 0."""
+    roles = RolePlan(0.015, forgiven, *CHUNKS)
+    given(roles, 130.0, work_s)
+    plan(roles, 2.0, loads(0, 5, 3, 210), step_s, sequence_s, full_s, 230.0)
+    assert roles.generating <= {"n1", "n3"}, "if any, those that generate now"
+
+
 def test_short_texts_need_no_node_more_than_they_have() -> None:
     roles = RolePlan(0.015, 0.05, *CHUNKS)
     given(roles, 130.0, 0.016)

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -19,8 +20,17 @@ from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router import workers
 from kvbaton.router.config import RouterConfig
-from kvbaton.router.membership import Member, NodeState
-from kvbaton.router.workers import ClusterState, _running, worker
+from kvbaton.router.loads import NodeLoads
+from kvbaton.router.membership import Member, Membership, NodeState
+from kvbaton.router.nodes import Nodes
+from kvbaton.router.workers import (
+    ClusterState,
+    WorkerNews,
+    WorkerNodes,
+    _Cluster,
+    _running,
+    worker,
+)
 from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.network import bind
 from kvbaton.server.sse import read_events
@@ -287,6 +297,96 @@ async def test_a_worker_reaches_nodes_beside_one_that_stands_still(
     one_worker.tell(*members(nodes))
     async with asyncio.timeout(workers.REACH_S):
         assert await ask(one_worker.url)
+
+
+async def test_a_worker_reaches_nodes_that_come_while_one_stands_still(
+    one_worker: OneWorker, nodes: list[StandIn]
+) -> None:
+    nodes[0].attends.clear()
+    one_worker.tell(*members(nodes[:1]))
+    for _ in range(3):  # so that it asks that one by now
+        assert await one_worker.status("/live") == 200
+    one_worker.tell(*members(nodes))
+    async with asyncio.timeout(workers.REACH_S):
+        assert await ask(one_worker.url)
+
+
+class Told:
+    """A supervisor whose workers read less often than it publishes, and one of its workers."""
+
+    def __init__(self) -> None:
+        nodes = Nodes(Membership(), None, None)  # type: ignore[arg-type]
+        with bind("127.0.0.1", 0) as listener:
+            edge = FrontendConfig(model_name=MODEL)
+            self.cluster = _Cluster(RouterConfig(workers=2), nodes, listener, edge, "")
+        self.nodes = nodes
+        link: Any = SimpleNamespace(report=lambda data: None)
+        self.worker = WorkerNodes(link, NodeLoads(), None)
+        self.events: list[str] = []
+        self.worker.on_lost = lambda node_id, reason: self.events.append(f"{node_id}: {reason}")
+        self.worker.on_leaving = self.events.append
+
+    def change(self, name: str, reason: str = "") -> None:
+        """One node leaves or, with a reason, is lost."""
+        (self.nodes.on_lost(name, reason) if reason else self.nodes.on_leaving(name))
+        self.nodes.on_change()
+
+    def read(self) -> list[str]:
+        """What the worker is told by what it reads next, which is the latest state only."""
+        self.events.clear()
+        self.worker.take_state(
+            msgspec.msgpack.decode(self.cluster.supervisor.state, type=PublishedState).data
+        )
+        return sorted(self.events)
+
+
+async def test_a_worker_hears_of_all_nodes_that_leave_at_once() -> None:
+    """Each state takes the place of the one before, which the worker may not have read."""
+    told = Told()
+    told.cluster.publish()
+    assert told.read() == []
+    told.change("a")
+    told.change("b")
+    told.change("c", "its engine is gone")
+    told.change("d", "so is its")
+    assert told.read() == ["a", "b", "c: its engine is gone", "d: so is its"]
+    told.cluster.publish()
+    assert told.read() == [], "but of each once"
+    told.change("a")
+    assert told.read() == ["a"]
+
+
+@pytest.mark.parametrize("reached", [True, False], ids=["to the worker only", "to all"])
+async def test_a_node_that_a_worker_has_lost_is_lost_if_its_supervisor_has_lost_it(
+    reached: bool,
+) -> None:
+    """A worker that stood still for a second is hung up on by all engines at once."""
+    told, info = Told(), stand_in("decode", "d0").info
+    member = Member(info, static=False, heard_at=0.0, state=NodeState.READY)
+    told.nodes.membership.members[info.node_id] = member
+    if reached:
+        client: Any = SimpleNamespace(dead=None)
+        told.nodes.engines._clients[info.node_id] = info, client
+    lost = info.node_id, info.generation, "its engine: the connection was lost"
+    news = WorkerNews(1, {}, unreachable=lost)
+    told.cluster._take_report(0, msgspec.msgpack.encode(news))
+    told.cluster.publish()
+    assert (member.state is NodeState.READY) == reached
+    assert told.read() == ([] if reached else [f"d0: {lost[-1]}"])
+
+
+@pytest.mark.parametrize("reached", [True, False])
+async def test_a_node_that_only_a_supervisor_has_lost_goes_on_for_workers(reached: bool) -> None:
+    """A supervisor that stood still is hung up on, too; the tokens of workers still come."""
+    told, info = Told(), stand_in("decode", "d0").info
+    member = Member(info, static=False, heard_at=0.0, state=NodeState.READY)
+    told.nodes.membership.members[info.node_id] = member
+    if reached:
+        client: Any = SimpleNamespace(dead=None)
+        told.worker.engines._clients[info.node_id] = info, client
+    told.nodes.unreachable(info, "its engine: the connection was lost")
+    assert member.state is NodeState.UNHEALTHY
+    assert told.read() == ([] if reached else ["d0: its engine: the connection was lost"])
 
 
 async def test_what_runs_beside_a_worker_ends_it_with_itself() -> None:

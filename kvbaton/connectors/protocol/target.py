@@ -33,7 +33,7 @@ from kvbaton.connectors.protocol.machine import (
     SessionState,
     Table,
 )
-from kvbaton.connectors.protocol.target_sessions import MAX_LINES, TargetSessions
+from kvbaton.connectors.protocol.target_sessions import TargetSessions
 from kvbaton.errors import LocalProtocolError
 from kvbaton.messages import control
 from kvbaton.types import Attempt, NodeId, TransferTimers
@@ -153,8 +153,7 @@ class Target(TargetSessions):
 
     def _start(self, record: Incoming, event: events.Start) -> None:
         """Wait for the session (open one if there is none), then send `Reserve`. Fail at once if P is over its cap of blocks, or is not used because of mismatches."""
-        known = event.address in self.lines or event.address in self._same
-        if not known and len(self.lines) + len(self._same) >= MAX_LINES:
+        if self.is_crowded(event.address):
             self._turn_down(event, "too many addresses are in use")
             return
         line = record.line = self.line(event.address)

@@ -65,6 +65,11 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         line.used = self.now
         return line
 
+    def is_crowded(self, address: str) -> bool:
+        """Whether an address would be one too many."""
+        known = address in self.lines or address in self._same
+        return not known and len(self.lines) + len(self._same) >= MAX_LINES
+
     def set_members(self, event: events.SetMembers) -> None:
         """Open sessions with new members, before they are needed; forget unused former ones."""
         addresses = {self._same.get(address, address) for address in event.addresses}
@@ -124,6 +129,8 @@ class TargetSessions(Machine[Incoming, TargetSession]):
 
     def unneeded(self, event: events.Unneeded) -> None:
         """Send `NotNeeded` to P, now or once the session is up."""
+        if self.is_crowded(event.address):
+            return  # P's timers forget the request anyway
         line = self.line(event.address)
         line.unneeded.append(event.attempt)
         if line.up is not None:
@@ -142,8 +149,10 @@ class TargetSessions(Machine[Incoming, TargetSession]):
     def open_line(self, line: Line) -> None:
         """Open a session with `Hello`, if there is none; at most once per `resend`."""
         now = self.now
-        if line.session is None and now - line.opened < self.timers.resend:
-            self.ring_in("resend", line.address, line.opened + self.timers.resend - now)
+        # Compared as the alarm is set: rounded otherwise, it could ring at once, for ever.
+        too_soon_s = line.opened + self.timers.resend - now
+        if line.session is None and too_soon_s > 0:
+            self.ring_in("resend", line.address, too_soon_s)
         elif line.session is None:
             line.opened = now
             line.session = TargetSession(
@@ -374,6 +383,9 @@ class TargetSessions(Machine[Incoming, TargetSession]):
             return
         line = self.lines[owner]
         session = line.session
+        greets = session if session and session.state is SessionState.HELLO else None
+        if greets is not None and self.now - greets.since >= self.timers.total:
+            line.unneeded.clear()  # P does not answer, and has forgotten these requests by now
         if not self._tidy(line):
             return
         if session is None:
@@ -381,6 +393,6 @@ class TargetSessions(Machine[Incoming, TargetSession]):
         elif session.node is not None and self.is_silent(session.node):
             self.lose(session.node, f"nothing was heard for {self.timers.lease:g} s")
         else:
-            if session.state is SessionState.HELLO:  # P has not answered
+            if greets is not None:  # P has not answered
                 self._split(line)
             self._say_hello(line, session)

@@ -110,9 +110,14 @@ class SourceWorker(TransferWorker):
 
     def _poll_transfers(self, now: float) -> bool:
         for attempt, queue in list(self._reports.items()):
-            while queue and (isinstance(queue[0], events.FirstTokens) or self._are_final(queue[0])):
-                self.handle(queue.popleft(), now)
-                self._drop_plans(attempt)
+            try:
+                while queue and self._is_due(queue[0]):
+                    self.handle(queue.popleft(), now)
+                    self._drop_plans(attempt)
+            except Exception as error:
+                self.error("sums of blocks of %s can't be fetched", attempt_name(attempt))
+                queue.clear()
+                self.handle(events.SourceFailed(attempt, error_text(error)), now)
             if not queue:
                 self._reports.pop(attempt, None)
             elif attempt not in self._planned and isinstance(queue[0], events.BlocksReady):
@@ -133,8 +138,13 @@ class SourceWorker(TransferWorker):
             "reports_waiting": waiting,
         }
 
-    def _are_final(self, event: events.BlocksReady) -> bool:
-        """Whether the blocks of a report are final; if so, keeps their sums until the writes."""
+    def _is_due(self, event: events.BlocksReady | events.FirstTokens) -> bool:
+        """Whether an event can be handled: the blocks that a report is of must be final.
+
+        If they are, their sums are kept until the writes.
+        """
+        if isinstance(event, events.FirstTokens):
+            return True
         found = list[list[Sums]]()
         for _, pending in event.sums:
             if (of_ranks := pending.poll()) is None:
@@ -242,28 +252,33 @@ class SourceWorker(TransferWorker):
         """Discard the writes of an attempt that were prepared and not posted."""
         for planned in self._planned.pop(attempt, {}).values():
             for (own, _), prepared in planned.prepared.items():
-                cast(PreparesWrites, self.transports[own]).discard(prepared)
+                try:
+                    cast(PreparesWrites, self.transports[own]).discard(prepared)
+                except Exception:
+                    self.error("a prepared write can't be discarded")
 
     def _post(self, action: events.Post, now: float) -> None:
         _, links = self.linked[action.session]
         writes = {pair: _Write(action, pair) for pair in links}
         self._writes |= dict.fromkeys(writes.values())
         digests: dict[tuple[int, int], list[DigestRun]] = {pair: [] for pair in links}
-        planned = self._planned.get(action.attempt, {}).pop(action.write, None)
+        ahead = self._planned.get(action.attempt, {})
         try:
-            planned = planned or self._plan(action, links)
+            planned = ahead.get(action.write) or self._plan(action, links)
             foreseen = planned.order.start, planned.order.end
             assert foreseen == (action.start, action.end), "it was planned as another write"
             for group, pairing in enumerate(action.pairings):
                 for run in self._claims(action, group, pairing):
                     digests[run.source_rank, run.target_rank].append(run)
         except Exception as error:
-            # The peer's layouts or reservation may be wrong; nothing was posted.
+            # The peer's layouts or reservation may be wrong; nothing was posted, and what was
+            # prepared is discarded with the attempt's other plans.
             name = attempt_name(action.attempt)
             self.error("write %d of %s can't be planned", action.write, name)
             for write in writes.values():
                 write.broken = error_text(error)
             return
+        ahead.pop(action.write, None)
         self.counters["needed_bytes"] += planned.needed_bytes
         began = time.monotonic()
         for pair, link in links.items():
@@ -325,7 +340,8 @@ class SourceWorker(TransferWorker):
             self.error("a write's status can't be told")
             states.add(Status.ERROR)
         drained = states <= {Status.DONE, Status.DRAINED}
-        if not drained and (write.failed or states <= {Status.DONE, Status.PENDING}):
+        broken = bool(write.broken) or not states <= {Status.DONE, Status.PENDING}
+        if not drained and (write.failed or not broken):
             return
         ok = drained and not write.broken and Status.DRAINED not in states
         write.failed, error = not ok, ""
