@@ -36,8 +36,9 @@ TOKENS_PER_PROGRAM = 16
 WORDS_PER_PROGRAM = 4096
 """Most words that a program reads at a time: rows of latents and encoder outputs are long."""
 WORDS_PER_TILE = 2048
+"""Most words that a program of `TableSums` reads at a time, unless those of one head are more."""
 TILES_PER_PROGRAM = 16
-"""Tiles (of `WORDS_PER_TILE`, or of one head) that a program of `TableSums` sums."""
+"""Maximum number of such tiles that a program sums."""
 
 
 def token_sums(x: Tensor, positions: Tensor) -> Tensor:
