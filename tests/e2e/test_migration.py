@@ -164,7 +164,7 @@ def test_a_drained_node_hands_its_sequences_over_with_their_kv(
     before = {node: node.metrics() for node in (a, b)}
     streams = start_at(a, b, router, bodies)
     answer = router.post("/nodes/any-a/drain", {})
-    assert answer["requests"] > len(streams) // 2, "a slow machine may have ended some"
+    assert answer["requests"] == len(streams), "all run there"
     told = [stream.result() for stream in streams]
     assert told == expected
     settle(a, b)
