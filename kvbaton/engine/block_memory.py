@@ -183,7 +183,7 @@ class BlockMemory:
         found = self.fetch_digest(ranges, keep=keep)
         if self.blocks.is_cuda:
             torch.cuda.current_stream(self.blocks.device).synchronize()
-        return [sums.numpy().view(np.uint64) for sums in found]
+        return [_unsigned(sums) for sums in found]
 
     def fetch_digest(
         self,

@@ -13,7 +13,6 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -89,7 +88,7 @@ def lent(there: Tensor, device: torch.device, stream: torch.cuda.Stream | None =
     """The filled memory of `stage`, as the next kernel of the stream may read it."""
     if there.device.type == device.type:
         return there
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):
         return there.to(device, non_blocking=True)
 
 

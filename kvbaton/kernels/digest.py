@@ -20,7 +20,6 @@ universal string hashing is fast", 2014.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -169,7 +168,7 @@ class TableSums:
         if self._compiled is not None and stream is not None:
             self._compiled[grid](*args, *self._constants.values(), stream=stream.cuda_stream)
         else:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
+            with torch.cuda.stream(stream):
                 self._compiled = _block_kernel[grid](*args, **self._constants)
         return sums
 

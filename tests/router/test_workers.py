@@ -22,7 +22,7 @@ from kvbaton.router import workers
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Member, Membership, NodeState
-from kvbaton.router.nodes import Nodes
+from kvbaton.router.nodes import EngineClients, Nodes
 from kvbaton.router.workers import (
     ClusterState,
     WorkerNews,
@@ -326,6 +326,16 @@ class Told:
         self.worker.on_lost = lambda node_id, reason: self.events.append(f"{node_id}: {reason}")
         self.worker.on_leaving = self.events.append
 
+    def add(self, reached_by: EngineClients | None) -> Member:
+        """A ready node, whose engine these clients have reached."""
+        info = stand_in("decode", "d0").info
+        member = Member(info, static=False, heard_at=0.0, state=NodeState.READY)
+        self.nodes.membership.members[info.node_id] = member
+        if reached_by is not None:
+            client: Any = SimpleNamespace(dead=None)
+            reached_by._clients[info.node_id] = info, client
+        return member
+
     def change(self, name: str, reason: str = "") -> None:
         """One node leaves or, with a reason, is lost."""
         (self.nodes.on_lost(name, reason) if reason else self.nodes.on_leaving(name))
@@ -361,12 +371,9 @@ async def test_a_node_that_a_worker_has_lost_is_lost_if_its_supervisor_has_lost_
     reached: bool,
 ) -> None:
     """A worker that stood still for a second is hung up on by all engines at once."""
-    told, info = Told(), stand_in("decode", "d0").info
-    member = Member(info, static=False, heard_at=0.0, state=NodeState.READY)
-    told.nodes.membership.members[info.node_id] = member
-    if reached:
-        client: Any = SimpleNamespace(dead=None)
-        told.nodes.engines._clients[info.node_id] = info, client
+    told = Told()
+    member = told.add(told.nodes.engines if reached else None)
+    info = member.info
     lost = info.node_id, info.generation, "its engine: the connection was lost"
     news = WorkerNews(1, {}, unreachable=lost)
     told.cluster._take_report(0, msgspec.msgpack.encode(news))
@@ -378,13 +385,9 @@ async def test_a_node_that_a_worker_has_lost_is_lost_if_its_supervisor_has_lost_
 @pytest.mark.parametrize("reached", [True, False])
 async def test_a_node_that_only_a_supervisor_has_lost_goes_on_for_workers(reached: bool) -> None:
     """A supervisor that stood still is hung up on, too; the tokens of workers still come."""
-    told, info = Told(), stand_in("decode", "d0").info
-    member = Member(info, static=False, heard_at=0.0, state=NodeState.READY)
-    told.nodes.membership.members[info.node_id] = member
-    if reached:
-        client: Any = SimpleNamespace(dead=None)
-        told.worker.engines._clients[info.node_id] = info, client
-    told.nodes.unreachable(info, "its engine: the connection was lost")
+    told = Told()
+    member = told.add(told.worker.engines if reached else None)
+    told.nodes.unreachable(member.info, "its engine: the connection was lost")
     assert member.state is NodeState.UNHEALTHY
     assert told.read() == ([] if reached else ["d0: its engine: the connection was lost"])
 

@@ -112,6 +112,13 @@ def written(family: str, tokenizer: Tokenizer) -> str:
     return thought.get(family, "") + shown.removeprefix("<|assistant|>")
 
 
+def constrained(family: str, tokenizer: Tokenizer) -> str:
+    """What the model writes for a call under a grammar."""
+    if family == "mistral":  # of later tokenizers, which this one is
+        return f"[TOOL_CALLS]f[ARGS]{json.dumps(ARGUMENTS, ensure_ascii=False)}"
+    return written(family, tokenizer)
+
+
 def fits(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
     """Whether a text is all that a grammar wants."""
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer(tokenizer._backend.to_str()), grammar)
@@ -128,9 +135,7 @@ async def test_a_call_is_forced(
     start: Any, models: dict[str, Tokenizer], family: str, choice: Any
 ) -> None:
     """What the model writes for a call fits the grammar that the engine gets, and nothing else."""
-    text = written(family, models[family])
-    if family == "mistral":  # of later tokenizers, which this one is
-        text = f"[TOOL_CALLS]f[ARGS]{json.dumps(ARGUMENTS, ensure_ascii=False)}"
+    text = constrained(family, models[family])
     endpoint = await start(family, text)
     body = {"messages": ASK, "tools": TOOLS, "tool_choice": choice}
     status, whole = await endpoint.post(CHAT, body)
@@ -149,9 +154,7 @@ async def test_an_answer_in_a_format_or_a_call(
     start: Any, models: dict[str, Tokenizer], family: str
 ) -> None:
     """A format of the answer leaves the model to call first; what forces a call has no answer."""
-    text = written(family, models[family])
-    if family == "mistral":  # of later tokenizers, which this one is
-        text = f"[TOOL_CALLS]f[ARGS]{json.dumps(ARGUMENTS, ensure_ascii=False)}"
+    text = constrained(family, models[family])
     endpoint = await start(family, text)
     members = {"name": {"type": "string"}, "n": {"type": "integer"}}
     schema = {"type": "object", "properties": members, "required": ["name", "n"]}
@@ -233,9 +236,7 @@ async def test_only_allowed_tools_are_called(
     start: Any, models: dict[str, Tokenizer], family: str, name: str
 ) -> None:
     """The model sees all tools; what it writes for a call of another one is content."""
-    text = written(family, models[family])
-    if family == "mistral":  # of later tokenizers, which this one is
-        text = f"[TOOL_CALLS]f[ARGS]{json.dumps(ARGUMENTS, ensure_ascii=False)}"
+    text = constrained(family, models[family])
     endpoint = await start(family, text)
     body = {"messages": ASK, "tools": MORE_TOOLS}
     await endpoint.post(CHAT, body)
