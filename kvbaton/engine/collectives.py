@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvbaton.kernels.rms_norm import rms_norm
+
 PATIENCE_S = 120.0
 """Seconds to wait for the slowest rank; since ranks compute the same amount, far less is normal."""
 
@@ -32,14 +34,21 @@ class Collectives(Protocol):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Concatenate [rows, n] of each rank in the order of ranks: [rows, size * n]."""
 
-    def later(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Start a computation that ends with `all_reduce`, whose sum may overlap what follows.
+    def all_reduce_norm(
+        self, tensor: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float
+    ) -> Tensor:
+        """Do as `rms_norm` with `residual` does, of the sum of [T, N] over the ranks."""
+        total = self.all_reduce(tensor)
+        return rms_norm(total, weight, eps, residual=residual, weight_offset=weight_offset)
+
+    def all_reduce_later(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start `all_reduce`, which may overlap what follows.
 
         Returns:
-            A function that waits for the result and returns it.
+            A function that waits for the sum and returns it.
         """
-        result = compute()
-        return lambda: result
+        total = self.all_reduce(tensor)
+        return lambda: total
 
 
 class Alone(Collectives):

@@ -1,13 +1,17 @@
 """All-reduce in one kernel between GPUs that can write to each other's memory.
 
 "One-shot": each rank writes its values into an inbox on each other rank, raises a flag there, waits
-for the others' flags, and adds up in the order of ranks, so that all get the same bits. There is no
-second synchronisation: an inbox has two halves, and a rank raises its next flag only after it has
-read this half. NCCL's LL protocols and vendors' kernels follow this pattern.
+for the others' flags, and adds up in the order of ranks, so that all get the same bits. NCCL's LL
+protocols and vendors' kernels follow this pattern. A program does so row by row, and sends its next
+row before it waits for this one: an inbox has four parts, and a rank that has raised flag n has
+read all rows before n - 1.
 
 "Two-shot", for larger tensors of more than two ranks: each rank receives its share of every tensor,
 adds the shares up, and sends their sum to all. Four ranks then send half as much, but synchronise
 twice.
+
+The same kernel may add the sum to the residual stream and normalise that (`rms_norm`): a layer of a
+tensor-parallel model does nothing else with a sum (as TensorRT-LLM's fused all-reduce does).
 
 The host reads no tensor, so a CUDA graph may capture it. If a rank never comes, the others wait
 until `PeerMemory.abort`.
@@ -20,16 +24,20 @@ from functools import reduce
 
 import torch
 
-from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, wait_for_inputs
+from kvbaton.kernels.rms_norm import normalised
 
-BLOCK = 2048
-"""Elements per block; a program handles one or several."""
+BLOCK = 4096
+"""Elements per row of a tensor that is not normalised."""
 
-MAX_BLOCKS = 1024
+PROGRAMS = 512
 """Most programs of a launch. Each waits for its twins on other ranks, so all must be resident."""
 
-PAIR_ROUNDS = 4
-"""Most blocks per program between two GPUs."""
+ROW_BYTES = 16 << 10
+"""Most bytes of a row: the size of a program's part of an inbox."""
+
+PARTS = 4
+"""Parts of an inbox, used in turn."""
 
 SHARED_FROM = 64 * 4096
 """Elements beyond which more than two GPUs use "two-shot"."""
@@ -43,14 +51,12 @@ class PeerMemory:
 
     Args:
         rank: Number of this rank.
-        inboxes: Per rank, flat [2, ranks, part] float32.
-        flags: Per rank, flat [MAX_BLOCKS, ranks] int32: last round that each sender has written.
-        rounds: This rank's [MAX_BLOCKS] int32: number of rounds of each program.
+        inboxes: Per rank, flat [PARTS, ranks, PROGRAMS, ROW_BYTES / 4] float32.
+        flags: Per rank, flat [PROGRAMS, ranks] int32: last round that each sender has written.
+        rounds: This rank's [PROGRAMS] int32: number of rounds of each program.
         waiting: This rank's [1] int32: 0 once kernels must not wait any more.
 
     Attributes:
-        part: Most elements that one rank sends another per round.
-        capacity: Elements of the largest tensor.
         flags_at: On this rank's device, [ranks] int64: addresses of `flags`.
     """
 
@@ -64,8 +70,6 @@ class PeerMemory:
     ) -> None:
         self.rank, self.size = rank, len(inboxes)
         self.inboxes, self.flags, self.rounds, self.waiting = inboxes, flags, rounds, waiting
-        self.part = len(inboxes[0]) // (2 * self.size)
-        self.capacity = self.part if self.size == 2 else MOST_SHARED
         addresses = [each.data_ptr() for each in flags]
         self.flags_at = torch.tensor(addresses, device=rounds.device)
         self._views: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
@@ -78,9 +82,12 @@ class PeerMemory:
             self._views[dtype] = tuple(inbox.view(dtype) for inbox in self.inboxes)
         return self._views[dtype]
 
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is small enough for this all-reduce."""
-        return tensor.numel() <= self.capacity
+    def fits(self, tensor: torch.Tensor, width: int = BLOCK) -> bool:
+        """Whether this all-reduce is the fastest one for a tensor, in rows of `width` elements."""
+        count = tensor.numel()
+        return width * tensor.itemsize <= ROW_BYTES and (
+            self.size == 2 or (count <= MOST_SHARED and count <= self.size * PROGRAMS * width)
+        )
 
     def abort(self) -> None:
         """End all waiting of this rank; results are invalid from then on."""
@@ -91,11 +98,11 @@ class PeerMemory:
 def peer_memories(devices: Sequence[torch.device]) -> list[PeerMemory]:
     """Allocate memory for one rank per device."""
     size = len(devices)
-    part = MAX_BLOCKS * BLOCK * (PAIR_ROUNDS if size == 2 else 1)
-    inboxes = [torch.empty(2 * size * part, dtype=torch.float32, device=d) for d in devices]
+    number = PARTS * size * PROGRAMS * ROW_BYTES // 4
+    inboxes = [torch.empty(number, dtype=torch.float32, device=d) for d in devices]
     flags, rounds = (
         [torch.zeros(count, dtype=torch.int32, device=d) for d in devices]
-        for count in (MAX_BLOCKS * size, MAX_BLOCKS)
+        for count in (PROGRAMS * size, PROGRAMS)
     )
     waiting = [torch.ones(1, dtype=torch.int32, device=d) for d in devices]
     for ours in inboxes:  # torch enables peer access at the first copy
@@ -119,28 +126,72 @@ def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory) -> torch.Tensor:
     Returns:
         The sum, of the shape and dtype of `tensor`.
     """
+    return _launch(tensor, memory, BLOCK)
+
+
+def peer_all_reduce_norm(
+    tensor: torch.Tensor,
+    memory: PeerMemory,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+) -> torch.Tensor:
+    """Do as `rms_norm` with `residual` does, of the sum of all ranks' tensors.
+
+    Args:
+        tensor: Contiguous [T, N] for which `PeerMemory.fits` with a width of N.
+        memory: Memory of the rank.
+        residual: Contiguous [T, N], the same on all ranks; the sum is added in place.
+        weight: [N], see `rms_norm`.
+        eps: See `rms_norm`.
+        weight_offset: See `rms_norm`.
+
+    Returns:
+        [T, N], of the dtype of `tensor`.
+    """
+    return _launch(tensor, memory, tensor.shape[-1], residual, weight, eps, weight_offset)
+
+
+def _launch(
+    tensor: torch.Tensor,
+    memory: PeerMemory,
+    width: int,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+) -> torch.Tensor:
     out = torch.empty_like(tensor)
     count, size = tensor.numel(), memory.size
     if not count:
         return out
+    rows = cdiv(count, width)
     shared = size > 2 and count > SHARED_FROM
-    programs = min(cdiv(count, BLOCK * (size if shared else 1)), MAX_BLOCKS)
+    programs = cdiv(rows, size) if shared else min(rows, PROGRAMS)
     (_shared_kernel if shared else _kernel)[(programs,)](
         tensor,
         out,
+        tensor if residual is None else residual,
+        tensor if weight is None else weight,
         memory.views(tensor.dtype),
         memory.flags[memory.rank],
         memory.flags_at,
         memory.rounds,
         memory.waiting,
         count,
+        eps,
         RANK=memory.rank,
         SIZE=size,
         LANES=next_power_of_2(size),
-        PART=memory.part,
-        BLOCK=BLOCK,
-        **({} if shared else dict(ROUNDS=cdiv(count, MAX_BLOCKS * BLOCK), PROGRAMS=MAX_BLOCKS)),
-        num_warps=4,
+        AREA=ROW_BYTES // tensor.itemsize,
+        PROGRAMS=PROGRAMS,
+        PARTS=PARTS,
+        WIDTH=width,
+        BLOCK=next_power_of_2(width),
+        NORM=residual is not None,
+        WEIGHT_OFFSET=weight_offset,
+        num_warps=8,
     )
     return out
 
@@ -151,25 +202,38 @@ def peer_all_reduce_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @jit()
-def _meet(
-    flags: tl.tensor,
+def _raise_flags(
     flags_at: tl.tensor,
+    number: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Tell this program's twin on each other rank that a round has been written.
+
+    By a lane for each rank, all at once: a release waits until what was written has arrived.
+    """
+    lanes = tl.arange(0, LANES)
+    others = (lanes < SIZE) & (lanes != RANK)
+    tl.debug_barrier()
+    there = tl.load(flags_at + lanes, mask=others, other=0).to(tl.pointer_type(tl.int32))
+    place = there + tl.program_id(0) * SIZE + RANK
+    tl.atomic_xchg(place, number, mask=others, sem="release", scope="sys")
+
+
+@jit()
+def _await_flags(
+    flags: tl.tensor,
     waiting: tl.tensor,
     number: tl.tensor,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Tell this program's like on each rank that it has written, and wait until they have.
-
-    By a lane for each rank, all at once: a release waits until what was written has arrived.
-    """
-    block, lanes = tl.program_id(0), tl.arange(0, LANES)
+    """Wait until this program's twin on each other rank has written a round."""
+    lanes = tl.arange(0, LANES)
     others = (lanes < SIZE) & (lanes != RANK)
-    tl.debug_barrier()
-    there = tl.load(flags_at + lanes, mask=others, other=0).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(there + block * SIZE + RANK, number, mask=others, sem="release", scope="sys")
-    came = flags + block * SIZE + lanes
+    came = flags + tl.program_id(0) * SIZE + lanes
     seen = tl.load(came, mask=others, other=number, volatile=True)
     while tl.min(seen - number) < 0:  # it may be ahead, too; right also when rounds wrap
         seen = tl.load(came, mask=others, other=number, volatile=True)
@@ -179,113 +243,216 @@ def _meet(
 
 
 @jit()
-def _sum(
-    tensor: tl.tensor,
-    inbox: tl.tensor,
-    inside: tl.tensor,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PART: tl.constexpr,
+def _inside(
+    start: tl.tensor, column: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr, NORM: tl.constexpr
 ) -> tl.tensor:
-    """What ranks sent to an inbox, and ours, added up in their order."""
-    total = tl.zeros(inside.shape, tl.float32)
-    for other in tl.static_range(SIZE):
-        if other == RANK:
-            value = tl.load(tensor, mask=inside, other=0.0)
-        else:
-            value = tl.load(inbox + other * PART, mask=inside, other=0.0, cache_modifier=".cg")
-        total += value.to(tl.float32)
-    return total
+    """Which columns of the row at `start` exist; without norm, the last row may be shorter."""
+    inside = column < WIDTH
+    if not NORM:
+        inside &= start + column < count
+    return inside
 
 
 @jit()
+def _send(
+    values: tl.tensor,
+    inside: tl.tensor,
+    inboxes: tl.tensor,
+    number: tl.tensor,
+    column: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    AREA: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Write a row into this program's area of each other rank's inbox."""
+    area = (((number & (PARTS - 1)) * SIZE + RANK) * PROGRAMS + tl.program_id(0)) * AREA
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            tl.store(inboxes[other] + area + column, values, mask=inside)
+
+
+@jit()
+def _received(
+    inbox: tl.tensor,
+    inside: tl.tensor,
+    sender: tl.constexpr,
+    number: tl.tensor,
+    column: tl.tensor,
+    SIZE: tl.constexpr,
+    AREA: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> tl.tensor:
+    """The row that a sender wrote into this program's area of our inbox."""
+    area = (((number & (PARTS - 1)) * SIZE + sender) * PROGRAMS + tl.program_id(0)) * AREA
+    return tl.load(inbox + area + column, mask=inside, other=0.0, cache_modifier=".cg")
+
+
+@jit()
+def _sum(
+    own: tl.tensor,
+    inbox: tl.tensor,
+    inside: tl.tensor,
+    number: tl.tensor,
+    column: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    AREA: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> tl.tensor:
+    """What ranks sent in a round, and ours, added up in their order."""
+    total = tl.zeros(inside.shape, tl.float32)
+    for rank in tl.static_range(SIZE):
+        if rank == RANK:
+            total += own.to(tl.float32)
+        else:
+            came = _received(inbox, inside, rank, number, column, SIZE, AREA, PROGRAMS, PARTS)
+            total += came.to(tl.float32)
+    return total.to(own.dtype)
+
+
+@jit()
+def _store(
+    total: tl.tensor,
+    out: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    place: tl.tensor,
+    inside: tl.tensor,
+    column: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+) -> None:
+    """Store the sum of a row; or add it to the residual stream, and store that one's norm."""
+    if NORM:
+        stream = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        total = (total.to(tl.float32) + stream).to(total.dtype)
+        tl.store(residual + place, total, mask=inside)
+        total = normalised(total, scale, eps, WIDTH, WEIGHT_OFFSET).to(total.dtype)
+    tl.store(out + place, total, mask=inside)
+
+
+@jit(early=True)
 def _kernel(
     tensor: tl.tensor,
     out: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
     inboxes: tl.tensor,
     flags: tl.tensor,
     flags_at: tl.tensor,
     rounds: tl.tensor,
     waiting: tl.tensor,
     count: tl.tensor,
+    eps: tl.tensor,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROUNDS: tl.constexpr,
+    AREA: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
 ) -> None:
-    """One program: up to ROUNDS * BLOCK elements; it waits for its like on each rank, once.
+    """One program: a row of WIDTH elements in each round.
 
     Which places of an inbox are a program's does not depend on `count`: nobody else may write there
     before it has read.
 
     `inboxes` is a tuple, in the order of ranks.
     """
-    block = tl.program_id(0)
-    number = tl.load(rounds + block) + 1
-    half = (number & 1) * SIZE * PART
-    first = block * BLOCK + tl.arange(0, BLOCK)
-    for piece in tl.static_range(ROUNDS):
-        place = first + piece * PROGRAMS * BLOCK
-        own = tl.load(tensor + place, mask=place < count, other=0.0)
-        for other in tl.static_range(SIZE):
-            if other != RANK:
-                tl.store(inboxes[other] + half + RANK * PART + place, own, mask=place < count)
-    _meet(flags, flags_at, waiting, number, RANK, SIZE, LANES)
-    tl.store(rounds + block, number)
-    for piece in tl.static_range(ROUNDS):
-        place = first + piece * PROGRAMS * BLOCK
-        inbox = inboxes[RANK] + half + place
-        total = _sum(tensor + place, inbox, place < count, RANK, SIZE, PART)
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=place < count)
+    wait_for_inputs()
+    column = tl.arange(0, BLOCK)
+    step = tl.num_programs(0) * WIDTH
+    number = tl.load(rounds + tl.program_id(0)) + 1
+    start = tl.program_id(0).to(tl.int64) * WIDTH
+    inside = _inside(start, column, count, WIDTH, NORM)
+    own = tl.load(tensor + start + column, mask=inside, other=0.0)
+    _send(own, inside, inboxes, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+    _raise_flags(flags_at, number, RANK, SIZE, LANES)
+    while start < count:
+        inside = _inside(start, column, count, WIDTH, NORM)
+        own = tl.load(tensor + start + column, mask=inside, other=0.0)
+        later = start + step
+        if later < count:
+            within = _inside(later, column, count, WIDTH, NORM)
+            ahead = tl.load(tensor + later + column, mask=within, other=0.0)
+            _send(ahead, within, inboxes, number + 1, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+            _raise_flags(flags_at, number + 1, RANK, SIZE, LANES)
+        _await_flags(flags, waiting, number, RANK, SIZE, LANES)
+        inbox, place = inboxes[RANK], start + column
+        total = _sum(own, inbox, inside, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+        _store(total, out, residual, weight, place, inside, column, eps, WIDTH, NORM, WEIGHT_OFFSET)
+        start = later
+        number += 1
+    tl.store(rounds + tl.program_id(0), number - 1)
 
 
-@jit()
+@jit(early=True)
 def _shared_kernel(
     tensor: tl.tensor,
     out: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
     inboxes: tl.tensor,
     flags: tl.tensor,
     flags_at: tl.tensor,
     rounds: tl.tensor,
     waiting: tl.tensor,
     count: tl.tensor,
+    eps: tl.tensor,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
-    PART: tl.constexpr,
+    AREA: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
 ) -> None:
-    """One program: up to SIZE * BLOCK elements, a block of each rank to add up; in two rounds.
+    """One program: a row of each rank to add up, in two rounds.
 
     Places in an inbox are those of `_kernel`, of which any may follow.
     """
-    block = tl.program_id(0)
-    number = tl.load(rounds + block) + 1
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    first = block * SIZE * BLOCK + tl.arange(0, BLOCK)
-    half = (number & 1) * SIZE * PART
+    wait_for_inputs()
+    column, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK) < WIDTH
+    number = tl.load(rounds + tl.program_id(0)) + 1
+    first = tl.program_id(0).to(tl.int64) * SIZE * WIDTH + column
+    area = (((number & (PARTS - 1)) * SIZE + RANK) * PROGRAMS + tl.program_id(0)) * AREA + column
     for other in tl.static_range(SIZE):
         if other != RANK:
-            inside = first + other * BLOCK < count
-            share = tl.load(tensor + first + other * BLOCK, mask=inside, other=0.0)
-            tl.store(inboxes[other] + half + RANK * PART + place, share, mask=inside)
-    _meet(flags, flags_at, waiting, number, RANK, SIZE, LANES)
-    ours = first + RANK * BLOCK
-    inbox = inboxes[RANK] + half + place
-    total = _sum(tensor + ours, inbox, ours < count, RANK, SIZE, PART).to(out.dtype.element_ty)
-    tl.store(out + ours, total, mask=ours < count)
+            inside = columns & (first + other * WIDTH < count)
+            share = tl.load(tensor + first + other * WIDTH, mask=inside, other=0.0)
+            tl.store(inboxes[other] + area, share, mask=inside)
+    _raise_flags(flags_at, number, RANK, SIZE, LANES)
+    place = first + RANK * WIDTH
+    inside = columns & (place < count)
+    own = tl.load(tensor + place, mask=inside, other=0.0)
+    _await_flags(flags, waiting, number, RANK, SIZE, LANES)
+    total = _sum(own, inboxes[RANK], inside, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
     number += 1
-    half = (number & 1) * SIZE * PART
+    _send(total, inside, inboxes, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+    _raise_flags(flags_at, number, RANK, SIZE, LANES)
+    _store(total, out, residual, weight, place, inside, column, eps, WIDTH, NORM, WEIGHT_OFFSET)
+    _await_flags(flags, waiting, number, RANK, SIZE, LANES)
+    tl.store(rounds + tl.program_id(0), number)
     for other in tl.static_range(SIZE):
         if other != RANK:
-            tl.store(inboxes[other] + half + RANK * PART + place, total, mask=ours < count)
-    _meet(flags, flags_at, waiting, number, RANK, SIZE, LANES)
-    tl.store(rounds + block, number)
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            inside, inbox = first + other * BLOCK < count, inboxes[RANK] + half + other * PART
-            came = tl.load(inbox + place, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(out + first + other * BLOCK, came, mask=inside)
+            place = first + other * WIDTH
+            inside = columns & (place < count)
+            inbox = inboxes[RANK]
+            total = _received(inbox, inside, other, number, column, SIZE, AREA, PROGRAMS, PARTS)
+            _store(
+                total, out, residual, weight, place, inside, column, eps, WIDTH, NORM,
+                WEIGHT_OFFSET,
+            )  # fmt: skip

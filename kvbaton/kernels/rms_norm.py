@@ -90,6 +90,23 @@ def rms_norm_reference(
     return out
 
 
+@jit()
+def normalised(
+    value: tl.tensor,
+    scale: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+) -> tl.tensor:
+    """The norm of one row, which has zeros behind SIZE elements, in fp32; scale is its weight."""
+    wide = value.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
+    if WEIGHT_OFFSET == 0.0:
+        return wide.to(value.dtype).to(tl.float32) * scale
+    else:
+        return wide * (WEIGHT_OFFSET + scale)
+
+
 @jit(early=True)
 def _kernel(
     x: tl.tensor,
@@ -120,12 +137,7 @@ def _kernel(
         place = residual + row * stride_residual + column
         value = (value.to(tl.float32) + tl.load(place, mask=inside, other=0.0)).to(value.dtype)
         tl.store(place, value, mask=inside)
-    wide = value.to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
-    if WEIGHT_OFFSET == 0.0:
-        wide = wide.to(value.dtype).to(tl.float32) * scale
-    else:
-        wide = wide * (WEIGHT_OFFSET + scale)
+    wide = normalised(value, scale, eps, SIZE, WEIGHT_OFFSET)
     if GATES:
         place = gate + row * stride_gate + head // GATES * stride_group + head % GATES * SIZE
         away = tl.load(place + column, mask=inside, other=0.0).to(tl.float32)
