@@ -10,8 +10,8 @@ read all rows before n - 1.
 adds the shares up, and sends their sum to all. Four ranks then send half as much, but synchronise
 twice.
 
-The same kernel may add the sum to the residual stream and normalise that (`rms_norm`): a layer of a
-tensor-parallel model does nothing else with a sum (as TensorRT-LLM's fused all-reduce does).
+"One-shot" may also add the sum to the residual stream and normalise that (`rms_norm`), which is all
+that a layer of most models does with a sum (TensorRT-LLM and FlashInfer fuse the same).
 
 The host reads no tensor, so a CUDA graph may capture it. If a rank never comes, the others wait
 until `PeerMemory.abort`.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 
@@ -29,6 +30,9 @@ from kvbaton.kernels.rms_norm import normalised
 
 BLOCK = 4096
 """Elements per row of a tensor that is not normalised."""
+
+SHARE = 2048
+"""Elements per program and rank of "two-shot"."""
 
 PROGRAMS = 512
 """Most programs of a launch. Each waits for its twins on other ranks, so all must be resident."""
@@ -40,7 +44,7 @@ PARTS = 4
 """Parts of an inbox, used in turn."""
 
 SHARED_FROM = 64 * 4096
-"""Elements beyond which more than two GPUs use "two-shot"."""
+"""Elements beyond which more than two GPUs use "two-shot", which does not normalise."""
 
 MOST_SHARED = 1024 * 4096
 """Most elements for more than two GPUs; for larger tensors NCCL's ring is faster."""
@@ -82,12 +86,14 @@ class PeerMemory:
             self._views[dtype] = tuple(inbox.view(dtype) for inbox in self.inboxes)
         return self._views[dtype]
 
-    def fits(self, tensor: torch.Tensor, width: int = BLOCK) -> bool:
-        """Whether this all-reduce is the fastest one for a tensor, in rows of `width` elements."""
-        count = tensor.numel()
-        return width * tensor.itemsize <= ROW_BYTES and (
-            self.size == 2 or (count <= MOST_SHARED and count <= self.size * PROGRAMS * width)
-        )
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether `peer_all_reduce` is the fastest way to sum a tensor."""
+        return self.size == 2 or tensor.numel() <= min(MOST_SHARED, self.size * PROGRAMS * SHARE)
+
+    def fits_norm(self, tensor: torch.Tensor) -> bool:
+        """Whether `peer_all_reduce_norm` is the fastest way to sum and normalise [T, N]."""
+        most = ROW_BYTES // tensor.itemsize
+        return tensor.shape[-1] <= most and (self.size == 2 or tensor.numel() <= SHARED_FROM)
 
     def abort(self) -> None:
         """End all waiting of this rank; results are invalid from then on."""
@@ -126,7 +132,19 @@ def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory) -> torch.Tensor:
     Returns:
         The sum, of the shape and dtype of `tensor`.
     """
-    return _launch(tensor, memory, BLOCK)
+    if memory.size == 2 or tensor.numel() <= SHARED_FROM:
+        return _one_shot(tensor, memory, BLOCK)
+    out = torch.empty_like(tensor)
+    _shared_kernel[(cdiv(tensor.numel(), SHARE * memory.size),)](
+        tensor,
+        out,
+        *_arguments(memory, tensor),
+        tensor.numel(),
+        **_constants(memory, tensor),
+        BLOCK=SHARE,
+        num_warps=4,
+    )
+    return out
 
 
 def peer_all_reduce_norm(
@@ -140,7 +158,7 @@ def peer_all_reduce_norm(
     """Do as `rms_norm` with `residual` does, of the sum of all ranks' tensors.
 
     Args:
-        tensor: Contiguous [T, N] for which `PeerMemory.fits` with a width of N.
+        tensor: Contiguous [T, N] for which `PeerMemory.fits_norm`.
         memory: Memory of the rank.
         residual: Contiguous [T, N], the same on all ranks; the sum is added in place.
         weight: [N], see `rms_norm`.
@@ -150,10 +168,11 @@ def peer_all_reduce_norm(
     Returns:
         [T, N], of the dtype of `tensor`.
     """
-    return _launch(tensor, memory, tensor.shape[-1], residual, weight, eps, weight_offset)
+    width = tensor.shape[-1]
+    return _one_shot(tensor, memory, width, residual, weight, eps, weight_offset)
 
 
-def _launch(
+def _one_shot(
     tensor: torch.Tensor,
     memory: PeerMemory,
     width: int,
@@ -162,38 +181,43 @@ def _launch(
     eps: float = 0.0,
     weight_offset: float = 0.0,
 ) -> torch.Tensor:
-    out = torch.empty_like(tensor)
-    count, size = tensor.numel(), memory.size
+    out, count = torch.empty_like(tensor), tensor.numel()
+    block = next_power_of_2(width)
     if not count:
         return out
-    rows = cdiv(count, width)
-    shared = size > 2 and count > SHARED_FROM
-    programs = cdiv(rows, size) if shared else min(rows, PROGRAMS)
-    (_shared_kernel if shared else _kernel)[(programs,)](
+    most = PROGRAMS if block <= BLOCK else PROGRAMS // 2  # whose programs need more registers
+    _kernel[(min(cdiv(count, width), most),)](
         tensor,
         out,
         tensor if residual is None else residual,
         tensor if weight is None else weight,
-        memory.views(tensor.dtype),
-        memory.flags[memory.rank],
-        memory.flags_at,
-        memory.rounds,
-        memory.waiting,
+        *_arguments(memory, tensor),
         count,
         eps,
-        RANK=memory.rank,
-        SIZE=size,
-        LANES=next_power_of_2(size),
-        AREA=ROW_BYTES // tensor.itemsize,
-        PROGRAMS=PROGRAMS,
-        PARTS=PARTS,
+        **_constants(memory, tensor),
         WIDTH=width,
-        BLOCK=next_power_of_2(width),
+        BLOCK=block,
         NORM=residual is not None,
         WEIGHT_OFFSET=weight_offset,
         num_warps=8,
     )
     return out
+
+
+def _arguments(memory: PeerMemory, tensor: torch.Tensor) -> tuple[Any, ...]:
+    flags, flags_at = memory.flags[memory.rank], memory.flags_at
+    return memory.views(tensor.dtype), flags, flags_at, memory.rounds, memory.waiting
+
+
+def _constants(memory: PeerMemory, tensor: torch.Tensor) -> dict[str, int]:
+    return {
+        "RANK": memory.rank,
+        "SIZE": memory.size,
+        "LANES": next_power_of_2(memory.size),
+        "AREA": ROW_BYTES // tensor.itemsize,
+        "PROGRAMS": PROGRAMS,
+        "PARTS": PARTS,
+    }
 
 
 def peer_all_reduce_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -314,30 +338,6 @@ def _sum(
     return total.to(own.dtype)
 
 
-@jit()
-def _store(
-    total: tl.tensor,
-    out: tl.tensor,
-    residual: tl.tensor,
-    weight: tl.tensor,
-    place: tl.tensor,
-    inside: tl.tensor,
-    column: tl.tensor,
-    eps: tl.tensor,
-    WIDTH: tl.constexpr,
-    NORM: tl.constexpr,
-    WEIGHT_OFFSET: tl.constexpr,
-) -> None:
-    """Store the sum of a row; or add it to the residual stream, and store that one's norm."""
-    if NORM:
-        stream = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-        total = (total.to(tl.float32) + stream).to(total.dtype)
-        tl.store(residual + place, total, mask=inside)
-        total = normalised(total, scale, eps, WIDTH, WEIGHT_OFFSET).to(total.dtype)
-    tl.store(out + place, total, mask=inside)
-
-
 @jit(early=True)
 def _kernel(
     tensor: tl.tensor,
@@ -390,69 +390,63 @@ def _kernel(
         _await_flags(flags, waiting, number, RANK, SIZE, LANES)
         inbox, place = inboxes[RANK], start + column
         total = _sum(own, inbox, inside, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
-        _store(total, out, residual, weight, place, inside, column, eps, WIDTH, NORM, WEIGHT_OFFSET)
+        if NORM:
+            stream = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+            scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+            total = (total.to(tl.float32) + stream).to(own.dtype)
+            tl.store(residual + place, total, mask=inside)
+            total = normalised(total, scale, eps, WIDTH, WEIGHT_OFFSET).to(own.dtype)
+        tl.store(out + place, total, mask=inside)
         start = later
         number += 1
     tl.store(rounds + tl.program_id(0), number - 1)
 
 
-@jit(early=True)
+@jit()
 def _shared_kernel(
     tensor: tl.tensor,
     out: tl.tensor,
-    residual: tl.tensor,
-    weight: tl.tensor,
     inboxes: tl.tensor,
     flags: tl.tensor,
     flags_at: tl.tensor,
     rounds: tl.tensor,
     waiting: tl.tensor,
     count: tl.tensor,
-    eps: tl.tensor,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     AREA: tl.constexpr,
     PROGRAMS: tl.constexpr,
     PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-    WEIGHT_OFFSET: tl.constexpr,
 ) -> None:
-    """One program: a row of each rank to add up, in two rounds.
+    """One program: a share of BLOCK elements of each rank to add up, in two rounds.
 
-    Places in an inbox are those of `_kernel`, of which any may follow.
+    Places in an inbox are those of `_kernel`, which may follow.
     """
-    wait_for_inputs()
-    column, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK) < WIDTH
+    column = tl.arange(0, BLOCK)
     number = tl.load(rounds + tl.program_id(0)) + 1
-    first = tl.program_id(0).to(tl.int64) * SIZE * WIDTH + column
-    area = (((number & (PARTS - 1)) * SIZE + RANK) * PROGRAMS + tl.program_id(0)) * AREA + column
+    first = tl.program_id(0) * SIZE * BLOCK + column
+    area = (((number & (PARTS - 1)) * SIZE + RANK) * PROGRAMS + tl.program_id(0)) * AREA
     for other in tl.static_range(SIZE):
         if other != RANK:
-            inside = columns & (first + other * WIDTH < count)
-            share = tl.load(tensor + first + other * WIDTH, mask=inside, other=0.0)
-            tl.store(inboxes[other] + area, share, mask=inside)
+            inside = first + other * BLOCK < count
+            share = tl.load(tensor + first + other * BLOCK, mask=inside, other=0.0)
+            tl.store(inboxes[other] + area + column, share, mask=inside)
     _raise_flags(flags_at, number, RANK, SIZE, LANES)
-    place = first + RANK * WIDTH
-    inside = columns & (place < count)
-    own = tl.load(tensor + place, mask=inside, other=0.0)
     _await_flags(flags, waiting, number, RANK, SIZE, LANES)
-    total = _sum(own, inboxes[RANK], inside, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+    place, inbox = first + RANK * BLOCK, inboxes[RANK]
+    inside = place < count
+    own = tl.load(tensor + place, mask=inside, other=0.0)
+    total = _sum(own, inbox, inside, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+    tl.store(out + place, total, mask=inside)
     number += 1
     _send(total, inside, inboxes, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
     _raise_flags(flags_at, number, RANK, SIZE, LANES)
-    _store(total, out, residual, weight, place, inside, column, eps, WIDTH, NORM, WEIGHT_OFFSET)
     _await_flags(flags, waiting, number, RANK, SIZE, LANES)
     tl.store(rounds + tl.program_id(0), number)
     for other in tl.static_range(SIZE):
         if other != RANK:
-            place = first + other * WIDTH
-            inside = columns & (place < count)
-            inbox = inboxes[RANK]
-            total = _received(inbox, inside, other, number, column, SIZE, AREA, PROGRAMS, PARTS)
-            _store(
-                total, out, residual, weight, place, inside, column, eps, WIDTH, NORM,
-                WEIGHT_OFFSET,
-            )  # fmt: skip
+            inside = first + other * BLOCK < count
+            came = _received(inbox, inside, other, number, column, SIZE, AREA, PROGRAMS, PARTS)
+            tl.store(out + first + other * BLOCK, came, mask=inside)

@@ -95,7 +95,7 @@ class NcclCollectives(Collectives):
         self, tensor: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float
     ) -> Tensor:
         """See `Collectives.all_reduce_norm`."""
-        if self._peers is not None and self._peers.fits(tensor, tensor.shape[-1]):
+        if self._peers is not None and self._peers.fits_norm(tensor):
             self._check_open()
             return peer_all_reduce_norm(tensor, self._peers, residual, weight, eps, weight_offset)
         return super().all_reduce_norm(tensor, residual, weight, eps, weight_offset)
