@@ -35,7 +35,14 @@ SHARE = 2048
 """Elements per program and rank of "two-shot"."""
 
 PROGRAMS = 512
-"""Most programs of a launch. Each waits for its twins on other ranks, so all must be resident."""
+"""Most programs of a launch."""
+
+RESIDENT = 3
+"""Programs per multiprocessor. All of a launch must run at once, since each waits for its twins on
+other ranks; and there must be room for other kernels, of which `PeerMemory.abort` is one."""
+
+REGISTERS = 64
+"""Most registers of a thread: four programs of a row of `BLOCK` then fit on a multiprocessor."""
 
 ROW_BYTES = 16 << 10
 """Most bytes of a row: the size of a program's part of an inbox."""
@@ -62,6 +69,7 @@ class PeerMemory:
 
     Attributes:
         flags_at: On this rank's device, [ranks] int64: addresses of `flags`.
+        programs: Most programs of a launch of "one-shot".
     """
 
     def __init__(
@@ -74,6 +82,8 @@ class PeerMemory:
     ) -> None:
         self.rank, self.size = rank, len(inboxes)
         self.inboxes, self.flags, self.rounds, self.waiting = inboxes, flags, rounds, waiting
+        device: Any = torch.cuda.get_device_properties(rounds.device)
+        self.programs = min(PROGRAMS, RESIDENT * device.multi_processor_count)
         addresses = [each.data_ptr() for each in flags]
         self.flags_at = torch.tensor(addresses, device=rounds.device)
         self._views: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
@@ -183,10 +193,10 @@ def _one_shot(
 ) -> torch.Tensor:
     out, count = torch.empty_like(tensor), tensor.numel()
     block = next_power_of_2(width)
+    wide = cdiv(block, BLOCK)  # times as many registers
     if not count:
         return out
-    most = PROGRAMS if block <= BLOCK else PROGRAMS // 2  # whose programs need more registers
-    _kernel[(min(cdiv(count, width), most),)](
+    _kernel[(min(cdiv(count, width), memory.programs // wide),)](
         tensor,
         out,
         tensor if residual is None else residual,
@@ -200,6 +210,7 @@ def _one_shot(
         NORM=residual is not None,
         WEIGHT_OFFSET=weight_offset,
         num_warps=8,
+        maxnreg=REGISTERS * wide if memory.size == 2 else None,  # more ranks have few programs
     )
     return out
 
