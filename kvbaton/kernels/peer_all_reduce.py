@@ -269,11 +269,11 @@ def _await_flags(
     lanes = tl.arange(0, LANES)
     others = (lanes < SIZE) & (lanes != RANK)
     came = flags + tl.program_id(0) * SIZE + lanes
-    seen = tl.load(came, mask=others, other=number, volatile=True)
-    while tl.min(seen - number) < 0:  # it may be ahead, too; right also when rounds wrap
-        seen = tl.load(came, mask=others, other=number, volatile=True)
-        seen = tl.where(tl.load(waiting, volatile=True) == 1, seen, number)
-    tl.atomic_add(came, 0, mask=others, sem="acquire", scope="sys")
+    behind = 1
+    while behind > 0:  # a twin may be ahead, too; right also when rounds wrap
+        seen = tl.atomic_add(came, 0, mask=others, sem="acquire", scope="sys")
+        behind = tl.max(tl.where(others, number - seen, 0))
+        behind = tl.where(tl.load(waiting, volatile=True) == 1, behind, 0)
     tl.debug_barrier()
 
 
@@ -398,16 +398,17 @@ def _kernel(
             ahead = tl.load(tensor + later + column, mask=within, other=0.0)
             _send(ahead, within, inboxes, number + 1, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
             _raise_flags(flags_at, number + 1, RANK, SIZE, LANES)
-        _await_flags(flags, waiting, number, RANK, SIZE, LANES)
         inbox, place = inboxes[RANK], start + column
+        if NORM:  # loaded while the others' rows come
+            stream = tl.load(residual + place, mask=inside, other=0.0)
+            scale = tl.load(weight + column, mask=inside, other=0.0)
+        _await_flags(flags, waiting, number, RANK, SIZE, LANES)
         total = _sum(own, inbox, inside, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
         if NORM:
-            stream = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-            scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-            total = (total.to(tl.float32) + stream).to(own.dtype)
+            total = (total.to(tl.float32) + stream.to(tl.float32)).to(own.dtype)
             tl.store(residual + place, total, mask=inside)
-            total = normalised(total, scale, eps, WIDTH, WEIGHT_OFFSET).to(own.dtype)
-        tl.store(out + place, total, mask=inside)
+            total = normalised(total, scale.to(tl.float32), eps, WIDTH, WEIGHT_OFFSET)
+        tl.store(out + place, total.to(own.dtype), mask=inside)
         start = later
         number += 1
     tl.store(rounds + tl.program_id(0), number - 1)

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.multigpu,
     pytest.mark.skipif(DEVICES < 2, reason="fewer than two CUDA devices"),
 ]
-SIZES = [1, 7, 4096, BLOCK * 3 + 5, SHARED_FROM, SHARED_FROM + 5, MOST_SHARED // 2]
+SIZES = [1, 7, 4096, BLOCK * 3 + 5, SHARED_FROM, SHARED_FROM + 5, MOST_SHARED // 8]
 LONGER = [PROGRAMS * BLOCK + 5, 3 * PROGRAMS * BLOCK, 8 * PROGRAMS * BLOCK + 5]
 """Those of two ranks, in many rounds."""
 
