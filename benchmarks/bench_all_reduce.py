@@ -17,7 +17,7 @@ import torch
 from kvbaton.bench.report import publish
 from kvbaton.engine.cuda.nccl import NcclCollectives, make_unique_id
 from kvbaton.engine.executor import WorkerGroup, rank_threads
-from kvbaton.kernels.peer_all_reduce import peer_memories
+from kvbaton.kernels.peer_memory import peer_memories
 from kvbaton.kernels.rms_norm import rms_norm
 
 HIDDEN = 4096

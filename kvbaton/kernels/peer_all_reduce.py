@@ -25,109 +25,24 @@ from typing import Any
 
 import torch
 
+from kvbaton.kernels.few_rows_all_reduce import few_rows_all_reduce_norm
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, wait_for_inputs
-from kvbaton.kernels.rms_norm import normalised
+from kvbaton.kernels.peer_memory import (
+    FEW_ROWS,
+    PARTS,
+    PROGRAMS,
+    ROW_BYTES,
+    SHARE,
+    SHARED_FROM,
+    PeerMemory,
+)
+from kvbaton.kernels.rms_norm import scaled
 
 BLOCK = 4096
 """Elements per row of a tensor that is not normalised."""
 
-SHARE = 2048
-"""Elements per program and rank of "two-shot"."""
-
-PROGRAMS = 512
-"""Most programs of a launch."""
-
-RESIDENT = 3
-"""Programs per multiprocessor. All of a launch must run at once, since each waits for its twins on
-other ranks; and there must be room for other kernels, of which `PeerMemory.abort` is one."""
-
 REGISTERS = 64
 """Most registers of a thread: four programs of a row of `BLOCK` then fit on a multiprocessor."""
-
-ROW_BYTES = 16 << 10
-"""Most bytes of a row: the size of a program's part of an inbox."""
-
-PARTS = 4
-"""Parts of an inbox, used in turn."""
-
-SHARED_FROM = 64 * 4096
-"""Elements beyond which more than two GPUs use "two-shot", which does not normalise."""
-
-MOST_SHARED = 1024 * 4096
-"""Most elements for more than two GPUs; for larger tensors NCCL's ring is faster."""
-
-
-class PeerMemory:
-    """Memory of an all-reduce, as one rank sees it.
-
-    Args:
-        rank: Number of this rank.
-        inboxes: Per rank, flat [PARTS, ranks, PROGRAMS, ROW_BYTES / 4] float32.
-        flags: Per rank, flat [PROGRAMS, ranks] int32: last round that each sender has written.
-        rounds: This rank's [PROGRAMS] int32: number of rounds of each program.
-        waiting: This rank's [1] int32: 0 once kernels must not wait any more.
-
-    Attributes:
-        flags_at: On this rank's device, [ranks] int64: addresses of `flags`.
-        programs: Most programs of a launch of "one-shot".
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        inboxes: Sequence[torch.Tensor],
-        flags: Sequence[torch.Tensor],
-        rounds: torch.Tensor,
-        waiting: torch.Tensor,
-    ) -> None:
-        self.rank, self.size = rank, len(inboxes)
-        self.inboxes, self.flags, self.rounds, self.waiting = inboxes, flags, rounds, waiting
-        device: Any = torch.cuda.get_device_properties(rounds.device)
-        self.programs = min(PROGRAMS, RESIDENT * device.multi_processor_count)
-        addresses = [each.data_ptr() for each in flags]
-        self.flags_at = torch.tensor(addresses, device=rounds.device)
-        self._views: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
-        # Made now: while a rank waits, the driver may be unable to create a stream.
-        self._aside = torch.cuda.Stream(rounds.device)  # type: ignore[no-untyped-call]
-
-    def views(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """The inboxes, viewed as a dtype."""
-        if dtype not in self._views:
-            self._views[dtype] = tuple(inbox.view(dtype) for inbox in self.inboxes)
-        return self._views[dtype]
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether `peer_all_reduce` is the fastest way to sum a tensor."""
-        return self.size == 2 or tensor.numel() <= min(MOST_SHARED, self.size * PROGRAMS * SHARE)
-
-    def fits_norm(self, tensor: torch.Tensor) -> bool:
-        """Whether `peer_all_reduce_norm` is the fastest way to sum and normalise [T, N]."""
-        most = ROW_BYTES // tensor.itemsize
-        return tensor.shape[-1] <= most and (self.size == 2 or tensor.numel() <= SHARED_FROM)
-
-    def abort(self) -> None:
-        """End all waiting of this rank; results are invalid from then on."""
-        with torch.cuda.stream(self._aside):
-            self.waiting.zero_()  # a memset: loading a kernel could wait for running ones
-
-
-def peer_memories(devices: Sequence[torch.device]) -> list[PeerMemory]:
-    """Allocate memory for one rank per device."""
-    size = len(devices)
-    number = PARTS * size * PROGRAMS * ROW_BYTES // 4
-    inboxes = [torch.empty(number, dtype=torch.float32, device=d) for d in devices]
-    flags, rounds = (
-        [torch.zeros(count, dtype=torch.int32, device=d) for d in devices]
-        for count in (PROGRAMS * size, PROGRAMS)
-    )
-    waiting = [torch.ones(1, dtype=torch.int32, device=d) for d in devices]
-    for ours in inboxes:  # torch enables peer access at the first copy
-        for theirs in inboxes:
-            ours[:1].copy_(theirs[:1])
-    made = [PeerMemory(rank, inboxes, flags, rounds[rank], waiting[rank]) for rank in range(size)]
-    for device in devices:
-        torch.cuda.synchronize(device)
-    return made
 
 
 def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory) -> torch.Tensor:
@@ -178,7 +93,9 @@ def peer_all_reduce_norm(
     Returns:
         [T, N], of the dtype of `tensor`.
     """
-    width = tensor.shape[-1]
+    rows, width = tensor.shape
+    if 0 < rows <= FEW_ROWS and width * tensor.itemsize % 4 == 0:
+        return few_rows_all_reduce_norm(tensor, memory, residual, weight, eps, weight_offset)
     return _one_shot(tensor, memory, width, residual, weight, eps, weight_offset)
 
 
@@ -407,7 +324,9 @@ def _kernel(
         if NORM:
             total = (total.to(tl.float32) + stream.to(tl.float32)).to(own.dtype)
             tl.store(residual + place, total, mask=inside)
-            total = normalised(total, scale.to(tl.float32), eps, WIDTH, WEIGHT_OFFSET)
+            wide = total.to(tl.float32)
+            factor = tl.rsqrt(tl.sum(wide * wide) / WIDTH + eps)
+            total = scaled(wide, factor, scale.to(tl.float32), own.dtype, WEIGHT_OFFSET)
         tl.store(out + place, total.to(own.dtype), mask=inside)
         start = later
         number += 1

@@ -91,20 +91,18 @@ def rms_norm_reference(
 
 
 @jit()
-def normalised(
+def scaled(
     value: tl.tensor,
+    factor: tl.tensor,
     scale: tl.tensor,
-    eps: tl.tensor,
-    SIZE: tl.constexpr,
+    dtype: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
 ) -> tl.tensor:
-    """The norm of one row, which has zeros behind SIZE elements, in fp32; scale is its weight."""
-    wide = value.to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
+    """Values of a row, in fp32, times its factor and the norm's weight; see `rms_norm`."""
     if WEIGHT_OFFSET == 0.0:
-        return wide.to(value.dtype).to(tl.float32) * scale
+        return (value * factor).to(dtype).to(tl.float32) * scale
     else:
-        return wide * (WEIGHT_OFFSET + scale)
+        return value * factor * (WEIGHT_OFFSET + scale)
 
 
 @jit(early=True)
@@ -137,7 +135,9 @@ def _kernel(
         place = residual + row * stride_residual + column
         value = (value.to(tl.float32) + tl.load(place, mask=inside, other=0.0)).to(value.dtype)
         tl.store(place, value, mask=inside)
-    wide = normalised(value, scale, eps, SIZE, WEIGHT_OFFSET)
+    wide = value.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
+    wide = scaled(wide, factor, scale, value.dtype, WEIGHT_OFFSET)
     if GATES:
         place = gate + row * stride_gate + head // GATES * stride_group + head % GATES * SIZE
         away = tl.load(place + column, mask=inside, other=0.0).to(tl.float32)

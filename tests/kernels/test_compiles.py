@@ -293,7 +293,9 @@ for keys, values in ((128, 128), (64, 192)):
 """
 
 SUMS = """
-from kvbaton.kernels import peer_all_reduce
+from triton import language as tl
+
+from kvbaton.kernels import few_rows_all_reduce, peer_all_reduce
 
 for size, lanes in ((2, 2), (3, 4), (8, 8)):
     kinds = dict(tensor="*bf16", out="*bf16", inboxes=("*bf16",) * size, flags="*i32")
@@ -308,6 +310,12 @@ for size, lanes in ((2, 2), (3, 4), (8, 8)):
         most = peer_all_reduce.REGISTERS * block // 4096
         ptx = check(peer_all_reduce._kernel, kinds, sizes, num_warps=8, maxnreg=most)
         assert (ptx.count("sys.release.exch"), ptx.count("sys.acquire.add")) == (2, 1), size
+    kinds = dict.fromkeys(("tensor", "out", "residual", "weight", "rounds", "waiting"), "*i32")
+    kinds |= dict(inboxes=("*i64",) * size, eps="fp32")
+    sizes = dict(RANK=1, SIZE=size, PARTS=2, ROWS=32, AREA=4096, WIDTH=5120, WORDS=2560, BLOCK=4096)
+    sizes |= dict(DTYPE=tl.bfloat16, HALVES=True, WEIGHT_OFFSET=0.0)
+    ptx = check(few_rows_all_reduce._kernel, kinds, sizes, num_warps=8)
+    assert "ld.volatile.global.b64" in ptx and "atom" not in ptx  # a word and its flag at once
 """
 
 SAMPLING = """

@@ -16,13 +16,16 @@ import torch
 from kvbaton.engine.executor import WorkerGroup, rank_threads
 from kvbaton.kernels.peer_all_reduce import (
     BLOCK,
+    peer_all_reduce,
+    peer_all_reduce_norm,
+    peer_all_reduce_reference,
+)
+from kvbaton.kernels.peer_memory import (
+    FEW_ROWS,
     MOST_SHARED,
     PROGRAMS,
     SHARED_FROM,
     PeerMemory,
-    peer_all_reduce,
-    peer_all_reduce_norm,
-    peer_all_reduce_reference,
     peer_memories,
 )
 from kvbaton.kernels.rms_norm import rms_norm_reference
@@ -33,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif(RANKS < 2, reason="fewer than two CUDA devices"),
 ]
 SIZES = [1, 7, 4096, BLOCK * 3 + 5, SHARED_FROM, SHARED_FROM + 5, MOST_SHARED]
-SHAPES = [(1, 4096), (3, 64), (80, 2880), (64, 4096), (7, 1000), (130, 2000)]
+SHAPES = [(1, 4096), (3, 64), (80, 2880), (64, 4096), (7, 1000), (FEW_ROWS, 2048), (130, 2000)]
 if RANKS == 2:  # in many rounds
     SIZES += [PROGRAMS * BLOCK + 5, 3 * PROGRAMS * BLOCK, 8 * PROGRAMS * BLOCK + 5]
     SHAPES += [(PROGRAMS + 1, 4096), (3000, 1024)]

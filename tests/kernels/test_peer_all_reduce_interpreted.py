@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvbaton.kernels import few_rows_all_reduce, peer_memory
 from kvbaton.kernels import peer_all_reduce as sums
 from kvbaton.kernels.jit import INTERPRETED
 from kvbaton.kernels.rms_norm import rms_norm_reference
@@ -27,7 +28,7 @@ PROGRAMS, ROW_BYTES = 6, 256
 PATIENCE_S = 120.0
 
 
-class HostMemory(sums.PeerMemory):
+class HostMemory(peer_memory.PeerMemory):
     """`PeerMemory` of a process; all have mapped the same memory at the same addresses."""
 
     def __init__(
@@ -36,7 +37,7 @@ class HostMemory(sums.PeerMemory):
         self.rank, self.size, self.programs = rank, len(inboxes), PROGRAMS
         self.inboxes, self.flags, self.rounds, self.waiting = inboxes, flags, rounds, waiting
         self.flags_at = torch.tensor([each.data_ptr() for each in flags])
-        self._views = {}
+        self._views: dict[torch.dtype, tuple[Tensor, ...]] = {}
 
 
 def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -46,15 +47,20 @@ def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.fixture
 def memories(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[HostMemory]]:
-    small = {"PROGRAMS": PROGRAMS, "ROW_BYTES": ROW_BYTES, "BLOCK": 64, "SHARE": 32}
+    small = {"PROGRAMS": PROGRAMS, "ROW_BYTES": ROW_BYTES, "BLOCK": 64, "SHARE": 32, "FEW_ROWS": 2}
     for name, value in (small | {"SHARED_FROM": 128, "MOST_SHARED": 384}).items():
-        monkeypatch.setattr(sums, name, value)
+        for module in (sums, few_rows_all_reduce, peer_memory):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
 
     def make(size: int) -> list[HostMemory]:
-        number = sums.PARTS * size * PROGRAMS * ROW_BYTES // 4
-        inboxes = [shared(number) for _ in range(size)]
+        many = peer_memory.PARTS * size * PROGRAMS * ROW_BYTES // 4
+        few = 2 * peer_memory.FEW_PARTS * size * 2 * ROW_BYTES // 4
+        inboxes = [shared(many + few) for _ in range(size)]
+        for inbox in inboxes:
+            inbox[many:] = 0
         flags = [shared(PROGRAMS * size, dtype=torch.int32) for _ in range(size)]
-        rounds = [shared(PROGRAMS, dtype=torch.int32) for _ in range(size)]
+        rounds = [shared(PROGRAMS + 2, dtype=torch.int32) for _ in range(size)]
         waiting = shared(1, dtype=torch.int32)
         waiting.fill_(1)
         return [HostMemory(rank, inboxes, flags, rounds[rank], waiting) for rank in range(size)]

@@ -16,7 +16,7 @@ from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.worker import WorkerSettings, choose_device
 from kvbaton.engine.worker_process import PATIENCE_S
 from kvbaton.errors import ConfigError
-from kvbaton.kernels.peer_all_reduce import peer_memories
+from kvbaton.kernels.peer_memory import peer_memories
 
 
 def cuda_executor(

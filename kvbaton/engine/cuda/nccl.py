@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kvbaton.engine.collectives import AbortedError, Collectives
-from kvbaton.kernels.peer_all_reduce import PeerMemory, peer_all_reduce, peer_all_reduce_norm
+from kvbaton.kernels.peer_all_reduce import peer_all_reduce, peer_all_reduce_norm
+from kvbaton.kernels.peer_memory import PeerMemory
 
 DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 """`ncclDataType_t` of nccl.h."""
