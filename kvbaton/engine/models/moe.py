@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from kvbaton.engine.collectives import Alone, Shard
+from kvbaton.engine.collectives import Collectives, Shard
 from kvbaton.engine.models.layers import (
     ColumnLinear,
     GatedMLP,
@@ -305,7 +305,8 @@ class MoE(nn.Module):
         self.shared_experts: GatedMLP | None = None
         self.shared_gate: ColumnLinear | None = None
         if moe.shared_intermediate_size and not self.experts.shared:
-            unsummed = replace(shard, collectives=Alone())  # summed with the experts at the end
+            # Summed with the experts at the end.
+            unsummed = replace(shard, collectives=Collectives())
             self.shared_experts = GatedMLP(
                 f"{name}.{moe.family.shared_experts}", size, moe.shared_intermediate_size, unsummed,
                 bias=False, quantization=quantization,
