@@ -357,8 +357,6 @@ class LiveRequests:
         self._leave(sequence)
         if sequence.handle:
             self._ended.append(sequence.handle)
-        sequence.handle, sequence.parent = 0, None
-        sequence.sent = [0] * len(sequence.tables)
         if self.forked_states:  # perhaps a fork whose states were not copied yet
             mine = {block for table in sequence.tables for block in table}
             for copy in [copy for copy in self.forked_states if copy.target in mine]:

@@ -507,37 +507,31 @@ class Scheduler(LoadingRequests):
             return self.end(request, "error", failed.message, failed.code)
         if error is not None:
             return self.end(request, "error", error, sampled.error_code)
-        if scheduled.num_draft:
-            return self._accept(scheduled, sampled)
-        assert len(sampled.token_ids) == len(scheduled.targets), f"sampled: {sampled}"
+        targets = scheduled.targets
+        if scheduled.num_draft:  # which is verified for one sequence alone
+            targets *= len(sampled.token_ids)
+        assert len(sampled.token_ids) == len(targets), f"sampled: {sampled}"
         outputs = []
-        for i, target in enumerate(scheduled.targets):
+        for i, target in enumerate(targets):
             if not target.finish_reason:
                 logprobs = sampled.logprobs[i] if sampled.logprobs else None
                 outputs.append(self.append(target, sampled.token_ids[i], logprobs))
+        if scheduled.num_draft:
+            self._accept(scheduled, len(targets) - 1)
         for target in scheduled.targets:
             if target.finish_reason and not target.is_over:
                 self.retire(target)
         return outputs
 
-    def _accept(self, scheduled: ScheduledSequence, sampled: Sampled) -> list[Output]:
-        """Append the accepted draft tokens and the token sampled after them."""
-        sequence, accepted = scheduled.sequence, len(sampled.token_ids) - 1
+    def _accept(self, scheduled: ScheduledSequence, accepted: int) -> None:
+        """Take so many leading tokens of a draft as computed; they were appended before."""
+        sequence = scheduled.sequence
         self.totals.drafts += 1
         self.totals.draft_tokens += scheduled.num_draft
         self.totals.accepted.update(range(accepted))
-        outputs = []
-        for i, token in enumerate(sampled.token_ids):
-            if sequence.finish_reason:
-                break
-            logprobs = sampled.logprobs[i] if sampled.logprobs else None
-            outputs.append(self.append(sequence, token, logprobs))
         if sequence.handle == scheduled.handle:
             # Rejected draft tokens are overwritten; the KV of a final token is never computed.
             computed = min(scheduled.end + accepted, len(sequence.tokens))
             sequence.num_computed = sequence.num_scheduled = computed
             self.commit(sequence)
             self.blocks.trim(sequence, computed)
-        if sequence.finish_reason and not sequence.is_over:
-            self.retire(sequence)
-        return outputs
