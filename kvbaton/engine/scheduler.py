@@ -221,7 +221,7 @@ class Scheduler(LoadingRequests):
         if most < 1:
             return ()
         proposed = self.propose(np.frombuffer(sequence.tokens, np.int32), most)
-        if sequence.request.params.grammar:
+        if self.grammars and sequence.request.params.grammar:
             proposed = self.grammars.cut(sequence, proposed)
         end = known + len(proposed)
         if not sequence.shares_tail and self.blocks.covers(sequence.tables, end):
@@ -345,7 +345,7 @@ class Scheduler(LoadingRequests):
                 target.pending += 1
             for child in scheduled.targets[1:]:
                 self.fork(scheduled.sequence, child)
-        masks = self.grammars.masks(plan.governed) if plan.governed else {}
+        masks = self.grammars.masks(plan.governed) if self.grammars and plan.governed else {}
         steps = plan.steps
         if len(steps) > 1:
             steps.sort(key=lambda step: not step.decodes)
@@ -425,6 +425,7 @@ class Scheduler(LoadingRequests):
 
     def _can_follow(self, sequence: Sequence) -> bool:
         """Whether a sequence's grammar can make masks; if not, it is parked or has failed."""
+        assert self.grammars is not None, "checked in add"
         if not self.grammars.ready(sequence):
             if sequence.state is not SequenceState.RUNNING:
                 self.park(sequence)
@@ -503,7 +504,8 @@ class Scheduler(LoadingRequests):
         for target in scheduled.targets:
             target.pending -= 1
         # Checked first: where no token fits, the ranks only report that none can be sampled.
-        if request.params.grammar and (failed := self.grammars.error(sequence)):
+        grammars = self.grammars if request.params.grammar else None
+        if grammars and (failed := grammars.error(sequence)):
             return self.end(request, "error", failed.message, failed.code)
         if error is not None:
             return self.end(request, "error", error, sampled.error_code)
