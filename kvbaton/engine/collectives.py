@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,17 +21,22 @@ PATIENCE_S = 120.0
 """Seconds to wait for the slowest rank; since ranks compute the same amount, far less is normal."""
 
 
-class Collectives(Protocol):
-    """Operations that all ranks call in the same order; they may overwrite their inputs."""
+class Collectives:
+    """Operations that all ranks call in the same order; they may overwrite their inputs.
+
+    This class is for a single rank.
+    """
 
     def connect(self) -> None:
         """Connect to the other ranks, before anything else."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, the same bits on each."""
+        return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Concatenate [rows, n] of each rank in the order of ranks: [rows, size * n]."""
+        return tensor
 
     def all_reduce_norm(
         self, tensor: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float
@@ -51,21 +55,6 @@ class Collectives(Protocol):
         return lambda: total
 
 
-class Alone(Collectives):
-    """`Collectives` of a single rank."""
-
-    def connect(self) -> None:
-        """Do nothing: there are no other ranks."""
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the tensor."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensor."""
-        return tensor
-
-
 @dataclass(frozen=True)
 class Shard:
     """This rank's share of a tensor-parallel model.
@@ -79,7 +68,7 @@ class Shard:
 
     rank: int = 0
     size: int = 1
-    collectives: Collectives = field(default_factory=Alone)
+    collectives: Collectives = field(default_factory=Collectives)
     expert_parallel: bool = False
 
     def span(self, total: int) -> tuple[int, int]:
@@ -162,14 +151,11 @@ class Barrier:
 
 
 class HostCollectives(Collectives):
-    """`Collectives` of one rank; see `Barrier`."""
+    """`Collectives` of one rank of several; see `Barrier`."""
 
     def __init__(self, barrier: Barrier, rank: int) -> None:
         self._barrier, self._rank = barrier, rank
         self._number = 0
-
-    def connect(self) -> None:
-        """See `Collectives.connect`; threads need none."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Collectives.all_reduce`."""
