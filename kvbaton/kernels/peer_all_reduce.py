@@ -4,7 +4,7 @@
 for the others' flags, and adds up in the order of ranks, so that all get the same bits. NCCL's LL
 protocols and vendors' kernels follow this pattern. A program does so row by row, and sends its next
 row before it waits for this one: an inbox has four parts, and a rank that has raised flag n has
-read all rows before n - 1.
+read all rows before n.
 
 "Two-shot", for larger tensors of more than two ranks: each rank receives its share of every tensor,
 adds the shares up, and sends their sum to all. Four ranks then send half as much, but synchronise
@@ -314,7 +314,6 @@ def _kernel(
             within = _inside(later, column, count, WIDTH, NORM)
             ahead = tl.load(tensor + later + column, mask=within, other=0.0)
             _send(ahead, within, inboxes, number + 1, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
-            _raise_flags(flags_at, number + 1, RANK, SIZE, LANES)
         inbox, place = inboxes[RANK], start + column
         if NORM:  # loaded while the others' rows come
             stream = tl.load(residual + place, mask=inside, other=0.0)
@@ -330,6 +329,8 @@ def _kernel(
         tl.store(out + place, total.to(own.dtype), mask=inside)
         start = later
         number += 1
+        if start < count:  # raised only now, since that waits until the row has arrived
+            _raise_flags(flags_at, number, RANK, SIZE, LANES)
     tl.store(rounds + tl.program_id(0), number - 1)
 
 
