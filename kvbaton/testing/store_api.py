@@ -114,8 +114,7 @@ def lists_of_unequal_lengths(rig: StoreRig) -> None:
 @case(0)
 def unknown_tickets(rig: StoreRig) -> None:
     """`release` ignores unknown tickets and released ones."""
-    (key,) = objects = rig.objects([10])
-    rig.put(objects)
+    (key,) = objects = rig.stored([10])
     ticket = rig.wait(rig.store.lookup([key], pin=True), "lookup").ticket
     for unknown in (-1, 0, 1 << 40):
         if unknown != ticket:
@@ -129,8 +128,7 @@ def unknown_tickets(rig: StoreRig) -> None:
 @case(0)
 def tickets_for_pins_only(rig: StoreRig) -> None:
     """`lookup` returns a ticket only if it was asked to pin, can pin, and found something."""
-    (key,) = objects = rig.objects([10])
-    rig.put(objects)
+    (key,) = rig.stored([10])
     pins = rig.store.capabilities.pins
     plain = rig.wait(rig.store.lookup([key]), "lookup").ticket
     nothing = rig.wait(rig.store.lookup([rig.key()], pin=True), "lookup").ticket

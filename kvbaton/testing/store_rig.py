@@ -328,6 +328,12 @@ class StoreRig:
         answers = self.ask_store(objects, store)
         require(answers == [True] * len(objects), f"store of {len(objects)} objects said {answers}")
 
+    def stored(self, sizes: Iterable[int], store: Store | None = None) -> dict[bytes, bytes]:
+        """Random objects of these sizes, which are stored."""
+        objects = self.objects(sizes)
+        self.put(objects, store)
+        return objects
+
     def get(self, key: bytes, num_bytes: int, store: Store | None = None) -> bytes | None:
         """Load an object; None for a miss."""
         target = bytearray(b"\xa5") * num_bytes
