@@ -418,6 +418,29 @@ def test_the_plugin_refuses_a_wrong_spec(tmp_path: Path) -> None:
     assert "unknown transport 'nothing'" in said
 
 
+TELLS_LIMITS = """
+from kvbaton.testing.check import Subject
+
+run = Subject.run
+
+def told(self, case, limit):
+    print("limit:", limit)
+    return run(self, case, limit)
+
+Subject.run = told
+"""
+
+
+@pytest.mark.parametrize(("words", "limit"), [((), "None"), (("--kvbaton-limit", "9"), "9.0")])
+def test_the_plugins_own_limit_is_that_of_the_command(
+    tmp_path: Path, words: tuple[str, ...], limit: str
+) -> None:
+    """Without an option it grows on a busy machine."""
+    (tmp_path / "conftest.py").write_text(TELLS_LIMITS)
+    said = pytest_run(tmp_path, "--kvbaton-store", "memory", "-s", "-k", "L0.close-twice", *words)
+    assert f"limit: {limit}\n" in said, said
+
+
 def test_a_class_is_a_suite(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         "from kvbaton.testing.suite import StoreTests\n"
