@@ -19,7 +19,6 @@ from kvbaton.connectors.registry import (
     Kind,
     class_of,
     declared,
-    find_connector,
     list_connectors,
     load_store,
     load_transport,
@@ -80,7 +79,7 @@ def _look(kind: Kind, spec: str) -> Installed:
     where = list_connectors(kind).get(target, target)
     found = Installed(kind=kind.noun, name=spec, where=where)
     try:
-        parameters = options_of(kind, find_connector(kind, target))
+        parameters = options_of(kind, class_of(kind, spec))
         found.options = [p.name + "*" * (p.default is p.empty) for p in parameters]
         if missing := [o[:-1] for o in found.options if o[-1] == "*" and o[:-1] not in given]:
             found.problem = f"it needs {', '.join(missing)}"
