@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -61,15 +60,7 @@ def constructor_does_nothing(rig: StoreRig) -> None:
 @case(0)
 def answers_are_futures(rig: StoreRig) -> None:
     """Every call but `release` returns a `concurrent.futures.Future` with a result of its type."""
-    (key,) = objects = rig.objects([100])
-    sources, targets = views(objects.values()), views([bytearray(100)])
-    calls: dict[str, Callable[[], Future[Any]]] = {
-        "lookup": lambda: rig.store.lookup([key]),
-        "store": lambda: rig.store.store([key], sources),
-        "load": lambda: rig.store.load([key], targets),
-        "delete": lambda: rig.store.delete([key]),
-    }
-    for name, call in calls.items():
+    for name, call in rig.every_call(rig.objects([100])).items():
         future = call()
         require(isinstance(future, Future), f"{name} returned {type(future).__name__}")
         require_result(name, rig.wait(future, name), 1)

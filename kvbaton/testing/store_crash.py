@@ -13,7 +13,7 @@ from kvbaton.errors import StoreError
 from kvbaton.testing.kit import require
 from kvbaton.testing.remote import start_worker
 from kvbaton.testing.remote_worker import remote_objects
-from kvbaton.testing.store_rig import StoreRig, case, views
+from kvbaton.testing.store_rig import StoreRig, case
 
 SIZE = 2 << 20
 COUNT = 3
@@ -169,13 +169,9 @@ def errors_are_told(rig: StoreRig) -> None:
     # A miss or False would be believed, and an operator would see no error.
     (key,) = objects = rig.stored([1000])
     more = rig.objects([1000])
-    calls: dict[str, Callable[[], Future[Any]]] = {
-        "lookup": lambda: rig.store.lookup([key]),
-        "load": lambda: rig.store.load([key], views([bytearray(1000)])),
-        "store": lambda: rig.store.store(list(more), views(more.values())),
-    }
-    if rig.lacks("deletes") is None:
-        calls["delete"] = lambda: rig.store.delete([key])
+    calls = rig.every_call(objects) | {"store": rig.every_call(more)["store"]}
+    if rig.lacks("deletes") is not None:
+        del calls["delete"]
     if rig.lacks("claims") is None:
         calls["claim"] = lambda: cast(Claiming, rig.store).claim(list(more))
     rig.door.fail(True)
