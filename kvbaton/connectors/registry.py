@@ -128,8 +128,8 @@ class Contract:
     def __str__(self) -> str:
         return f"{self.major}.{self.minor}"
 
-    def check(self, flag: str, target: str, connector: object) -> str:
-        """The contract version that a plug-in was written to.
+    def check(self, flag: str, target: str, connector: object) -> None:
+        """Warn of a plug-in that was written to an old contract, or refuse it.
 
         Args:
             flag: The flag whose spec names the plug-in.
@@ -152,7 +152,6 @@ class Contract:
         if major < self.major:
             told = f"{target} was written to contract {written}, which a later kvbaton refuses"
             warnings.warn(f"{told}; the present one is {self}", FutureWarning, stacklevel=4)
-        return written
 
 
 Spec = str | Mapping[str, Mapping[str, Any]]
