@@ -515,7 +515,8 @@ class RequestRelay:
         self.attempt += 1
         self._excused += 1
         if fetched:
-            route = route.having(len(self.request.token_ids) + fetched)
+            cached = len(self.request.token_ids) + fetched
+            route = replace(route, cached=cached, holder=None, held=0, predicted=None)
         (asked,) = self._node_requests(route, tuple(self._choices[0].tokens), now)
         asked.side = "successor"
         self._open.append(asked)
