@@ -142,8 +142,7 @@ async def watched_app(
     loads = NodeLoads()
     async with Nodes.watched(config, edge.model_name, prefix_index(config)) as nodes:
         app = router_app(config, nodes, tokenizer, edge, loads, routes())
-        members = nodes.membership.members
-        collector = NodeCollector(lambda: list(members.values()), loads)
+        collector = NodeCollector(nodes.membership.members, loads)
         app[FRONTEND].metrics.registry.register(collector)
         status = ClusterStatus(nodes.membership, loads, app[ROUTER].totals)
         async with StatusFeed(status).served(app):
