@@ -7,7 +7,7 @@ from argparse import SUPPRESS
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kvbaton.config import Count, check_positive, check_workers, flag
+from kvbaton.config import Count, check_positive, check_workers, flag, secret_flag
 from kvbaton.errors import ConfigError
 from kvbaton.server.config import EndpointConfig, check_api_key, check_url
 from kvbaton.server.network import bearer
@@ -193,12 +193,8 @@ class RouterConfig(EndpointConfig):
     )
     workers: Count = flag(1, "processes that answer, behind one port", metavar="N")
     fd: int | None = flag(None, SUPPRESS)
-    node_api_key: str | None = flag(
-        None,
-        "API key presented to nodes (the first --api-key; $KVBATON_NODE_API_KEY)",
-        variable="KVBATON_NODE_API_KEY",
-        secret=True,
-        metavar="KEY",
+    node_api_key: str | None = secret_flag(
+        "API key for nodes, else the first --api-key", "KVBATON_NODE_API_KEY", metavar="KEY"
     )
     any_role: tuple[str, ...] = _static("any")
     prefill: tuple[str, ...] = _static("prefill")

@@ -315,7 +315,9 @@ def sampling_params(
         max_tokens=max_tokens,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        bad_words_token_ids=bad_words_token_ids(frontend.tokenizer, body.bad_words or ()),
+        bad_words_token_ids=bad_words_token_ids(frontend.tokenizer, body.bad_words)
+        if body.bad_words
+        else (),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
