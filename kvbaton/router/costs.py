@@ -244,15 +244,14 @@ class CostModel:
         queued_tokens, queued = load.prompt_tokens, 0.0
         told_at, elsewhere = self._elsewhere[node.node_id]
         if elsewhere:  # other routers' prompts, as of the last heartbeat, less the time since
-            left = max(0.0, speed.prefill_s(elsewhere, 0) - (self._clock() - told_at))
+            queued = max(0.0, speed.prefill_s(elsewhere, 0) - (self._clock() - told_at))
             queued_tokens += elsewhere
-            queued = left
         decoding = load.sequences - load.pending
         each = speed.step_s + (speed.decode_s(decoding, load.tokens) if decoding else 0.0)
-        deferred_s, queue = 0.0, self._queues.get(node.node_id)
-        if queue is not None:
-            deferred_s = queue.deferred_s
-        wait = ahead * (self._left_s(load, since, deferred_s) + queued)
+        queue = self._queues.get(node.node_id)
+        deferred_s = queue.deferred_s if queue is not None else 0.0
+        left_s = self._left_s(load, since, deferred_s) if load.prefill_us else 0.0
+        wait = ahead * (left_s + queued)
         wait += each / 2 if decoding else 0.0
         budget = speed.chunk_tokens(each) if decoding else speed.step_tokens
         alone_s, all_tokens = wait + fetch_s + own, ahead * queued_tokens + new
@@ -349,15 +348,18 @@ class CostModel:
 
     def prefill_share(self, node: NodeInfo) -> float:
         """Share of a node's recent time that prefill of our prompts took."""
-        return min(MAX_SHARE, self._per_s(self._prefilled, node, 1))
+        means = self._prefilled.get(node.node_id)
+        return 0.0 if means is None else min(MAX_SHARE, self._faded(means, 1))
 
     def prompts_per_s(self, node: NodeInfo) -> float:
         """Prompts per second that a node was recently given to compute."""
-        return self._per_s(self._prefilled, node, 3)
+        means = self._prefilled.get(node.node_id)
+        return 0.0 if means is None else self._faded(means, 3)
 
     def handover_share(self, node: NodeInfo) -> float:
         """Share of a node's recent time by which hand-overs to or from it made steps longer."""
-        return min(MAX_SHARE, self._per_s(self._handover_shares, node, 1))
+        means = self._handover_shares.get(node.node_id)
+        return 0.0 if means is None else min(MAX_SHARE, self._faded(means, 1))
 
     def _decoding_share(self, node: NodeInfo, seconds: float) -> float:
         """Share of its time at a node that a sequence decodes, if decoding takes `seconds`.
@@ -372,14 +374,12 @@ class CostModel:
         """Sequences per second that a node was recently given to decode."""
         if self.roles is not None and node.node_id in self.roles.generating:
             return self.roles.per_s
-        return self._per_s(self._targeted, node, 1)
+        means = self._targeted.get(node.node_id)
+        return 0.0 if means is None else self._faded(means, 1)
 
-    def _per_s(self, means: RecentMeans, node: NodeInfo, place: int) -> float:
+    def _faded(self, means: tuple[float, ...], place: int) -> float:
         """One of a node's means, as it has faded until now."""
-        found = means.get(node.node_id)
-        if found is None or not found[place]:
-            return 0.0
-        return found[place] * math.exp((found[0] - self._clock()) / self._mean_s)
+        return means[place] * math.exp((means[0] - self._clock()) / self._mean_s)
 
     def _add(self, means: RecentMeans, node: NodeInfo, *amounts: float) -> None:
         """Add work to a node's means; not to sums, since how fast these fade changes."""
