@@ -38,6 +38,9 @@ class RouterMetrics:
         def seconds(name: str, text: str, bounds: tuple[float, ...]) -> SecondsHistogram:
             return SecondsHistogram(f"kvbaton_router_{name}", text, bounds, registry)
 
+        def ratio(name: str, text: str) -> RatioHistogram:
+            return RatioHistogram(f"kvbaton_router_{name}", text, RATIO_BUCKETS, registry)
+
         self.requests = labelled("requests", "Requests ended, by outcome.", ("outcome",))
         for outcome in OUTCOMES:  # present from the start, so that rates start at 0
             self.requests.counts[(outcome,)] = 0
@@ -64,22 +67,15 @@ class RouterMetrics:
         self.ttft_error = seconds(
             "ttft_error", "Between predicted and observed times to first tokens.", OVERHEAD_BUCKETS
         )
-        self.ttft_relative_error = RatioHistogram(
-            "kvbaton_router_ttft_error",
-            "The same as a share of the observed time.",
-            RATIO_BUCKETS,
-            registry,
-        )
+        self.ttft_relative_error = ratio("ttft_error", "The same as a share of the observed time.")
         self.regret = seconds(
             "regret",
             "What routes cost more than the next best way, as far as first tokens tell.",
             OVERHEAD_BUCKETS,
         )
-        self.itl_relative_error = RatioHistogram(
-            "kvbaton_router_itl_error",
+        self.itl_relative_error = ratio(
+            "itl_error",
             "Between predicted and observed times per token after the second, as a share of these.",
-            RATIO_BUCKETS,
-            registry,
         )
         self.overhead = seconds(
             "overhead", "From a node's output being read to its being relayed.", OVERHEAD_BUCKETS

@@ -22,20 +22,15 @@ from typing_extensions import override
 
 from kvbaton.errors import EngineDeadError
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.api import (
-    ROUTER,
-    RouterState,
-    app_without_text,
-    prefix_index,
-    router_app,
-    routes,
-)
+from kvbaton.router.api import ROUTER, RouterState, app_without_text, router_app, routes
 from kvbaton.router.config import RouterConfig
+from kvbaton.router.costs import CostModel
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads, Queue, RouterTotals
 from kvbaton.router.membership import Member, Membership, NodeState
 from kvbaton.router.metrics import NodeCollector
 from kvbaton.router.nodes import KnownNodes, Nodes
 from kvbaton.router.page import StatusFeed
+from kvbaton.router.policies import load_policy
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.status import ClusterStatus
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
@@ -134,9 +129,10 @@ async def worker(link: WorkerLink, payload: tuple[RouterConfig, FrontendConfig, 
     """
     config, edge, folder = payload
     tokenizer = Tokenizer.load(folder, config.chat_template)
-    loads = NodeLoads()
-    nodes = WorkerNodes(link, loads, config.cluster_key, prefix_index(config))
-    app = router_app(config, nodes, tokenizer, edge, loads, routes(link))
+    loads, policy = NodeLoads(), load_policy(config.dispatch, CostModel())
+    index = PrefixIndex() if policy.uses_prefixes else None
+    nodes = WorkerNodes(link, loads, config.cluster_key, index)
+    app = router_app(config, policy, nodes, tokenizer, edge, loads, routes(link))
     nodes.totals = app[ROUTER].totals
 
     @web.middleware
