@@ -18,7 +18,7 @@ from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.connectors.layout import ALIGNMENT, BLOCK, GroupKind, KVLayout, contiguous_plane
 from kvbaton.engine.upload import lent, stage, upload_ids
 from kvbaton.errors import ConfigError
-from kvbaton.kernels.digest import TableSums, empty_sums
+from kvbaton.kernels.digest import TableSums, empty_sums, unsigned
 
 PAGE = 4096
 """Alignment of the pool in bytes, as required by transports that register memory."""
@@ -176,14 +176,14 @@ class BlockMemory:
     def kept_sums(self, group: int, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
         """Sums kept with blocks of a group, [blocks, layers, kv, heads]."""
         sums = self.group_sums(group)
-        return _unsigned(sums[torch.tensor(blocks, dtype=torch.int64, device=sums.device)])
+        return unsigned(sums[torch.tensor(blocks, dtype=torch.int64, device=sums.device)])
 
     def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> list[Sums]:
         """Recompute sums from memory: per range [blocks, layers, kv, heads]; `keep` stores them."""
         found = self.fetch_digest(ranges, keep=keep)
         if self.blocks.is_cuda:
             torch.cuda.current_stream(self.blocks.device).synchronize()
-        return [_unsigned(sums) for sums in found]
+        return list(map(unsigned, found))
 
     def fetch_digest(
         self,
@@ -241,7 +241,3 @@ def _memory(num_blocks: int, block_bytes: int, device: torch.device, flag: str) 
         raise ConfigError(flag, text) from error
     pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def _unsigned(sums: Tensor) -> npt.NDArray[np.uint64]:
-    return sums.cpu().numpy().view(np.uint64)

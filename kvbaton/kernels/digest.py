@@ -52,7 +52,7 @@ def token_sums(x: Tensor, positions: Tensor) -> Tensor:
     """
     words = _words(x).numpy()
     weights = plane_weights(words.shape[-1], words.shape[-2], x.device)
-    rows = np.einsum("thlkw,kw->tlkh", words, _unsigned(weights)).view(np.int64)
+    rows = np.einsum("thlkw,kw->tlkh", words, unsigned(weights)).view(np.int64)
     # The sum of the weights accounts for the `+ 1`.
     sums = torch.from_numpy(rows) + weights.sum(1)[:, None]
     return sums * _position_weights(positions)[:, None, None, None]
@@ -185,9 +185,9 @@ def table_sums_reference(cache: Tensor, table: Tensor) -> Tensor:
     _, heads, layers, planes, block_size, num_words = words.shape
     positions = first[:, None] + torch.arange(block_size)
     counted = (positions >= start[:, None]) & (positions < end[:, None])
-    of_tokens = _unsigned(_position_weights(positions) * counted)[..., None]
+    of_tokens = unsigned(_position_weights(positions) * counted)[..., None]
     device = torch.device("cpu")
-    of_words = _unsigned(plane_weights(num_words, planes, device))[:, None]  # b(kv, j)
+    of_words = unsigned(plane_weights(num_words, planes, device))[:, None]  # b(kv, j)
     weights = np.empty((planes, block_size, num_words), np.uint64)
     sums = np.empty((len(blocks), heads * layers, planes), np.uint64)
     for n, block in enumerate(blocks.tolist()):
@@ -199,8 +199,9 @@ def table_sums_reference(cache: Tensor, table: Tensor) -> Tensor:
     return by_head.permute(0, 2, 3, 1).contiguous()
 
 
-def _unsigned(x: Tensor) -> npt.NDArray[np.uint64]:
-    return x.numpy().view(np.uint64)
+def unsigned(sums: Tensor) -> npt.NDArray[np.uint64]:
+    """Bring int64 sums to the host as what they are; those of the host are not copied."""
+    return sums.cpu().numpy().view(np.uint64)
 
 
 @cache

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TypeVar
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 
@@ -34,6 +33,7 @@ from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.engine.upload import fetch
 from kvbaton.engine.worker import ModelWorker, WorkerSettings, pool_blocks
 from kvbaton.engine.worker_process import PATIENCE_S
+from kvbaton.kernels.digest import unsigned
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class CudaWorker(ModelWorker):
             stream.wait_stream(torch.cuda.default_stream(self.settings.device))
         with torch.cuda.stream(stream), torch.inference_mode():
             sums = self.cache.fetch_kept_sums(group, blocks)
-            return enqueued(lambda: sums.numpy().view(np.uint64))
+            return enqueued(lambda: unsigned(sums))
 
     def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> Pending[list[Sums]]:
         """See `Worker.digest`; kept sums are in place once the result is ready."""
@@ -171,9 +171,7 @@ class CudaWorker(ModelWorker):
                 self._digests.popleft()
             stream = self._digest_stream
             found = self.cache.fetch_digest(ranges, keep=keep, stream=stream)
-            pending = enqueued(
-                lambda: [sums.numpy().view(np.uint64) for sums in found], stream=stream
-            )
+            pending = enqueued(lambda: list(map(unsigned, found)), stream=stream)
             self._digests.append(pending)
             return pending
 
