@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import time
 from asyncio import create_task
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -175,7 +175,7 @@ async def find_model(config: RouterConfig, listener: socket.socket) -> tuple[str
 
 
 def _is_here(info: NodeInfo) -> bool:
-    return Path(info.model_path, "tokenizer.json").is_file()
+    return os.path.isfile(os.path.join(info.model_path, "tokenizer.json"))
 
 
 def _elsewhere(info: NodeInfo) -> str:

@@ -28,6 +28,9 @@ from tests.support.checkpoints import main as make_model
 from tests.support.processes import is_alive, processes_with
 from tests.support.waiting import until
 
+UNREADABLE = "/" + "n" * 256
+"""A path at which the kernel gives an error, as at a folder of another user (also to root)."""
+
 
 def kvbaton(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -86,6 +89,8 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["serve", "x", "--disaggregation-mode", "prefill"], "prefill; there is --role"),
         (["up", "x", "--enable-auto-tool-choice"], "auto-tool-choice; leave it out: that is on"),
         (["router", "--port", "0", "--model", "/nope"], "/nope/tokenizer.json: is missing"),
+        (["serve", UNREADABLE], f"--model: can't look into {UNREADABLE}: File name too long"),
+        (["router", "--port", "0", "--model", UNREADABLE], "config.json: can't be read"),
     ],
 )
 def test_wrong_settings_are_named_in_one_line(
