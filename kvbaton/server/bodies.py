@@ -37,7 +37,7 @@ RETRY_AFTER_S = 1.0
 WINDOW_BITS = {"gzip": 31, "deflate": 15}
 """``wbits`` of `zlib`, by Content-Encoding."""
 PROBES = ("/health", "/live", "/ping")
-"""Paths that are asked each second, also while the answer is an error: it is not logged each time."""
+"""Paths that are asked each second, also while the answer is an error; not logged each time."""
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
