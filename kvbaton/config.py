@@ -28,7 +28,6 @@ from kvbaton.errors import ConfigError
 
 T = TypeVar("T")
 LogLevel = Literal["debug", "info", "warning", "error"]
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 VLLM_NAMES = {
     "--num-blocks": ("--num-gpu-blocks-override",),
     "--tensor-parallel-size": ("-tp",),

@@ -16,8 +16,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from kvbaton.config import LOG_FORMAT
 from kvbaton.errors import ConfigError, RequestError
+from kvbaton.log import begin_log
 from kvbaton.messages import UNREADABLE
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.api import (
@@ -63,7 +63,7 @@ def main(config: RouterConfig) -> int:
     Raises:
         ConfigError: A setting is wrong, or the address is taken.
     """
-    logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
+    begin_log(config.log_level)
     allow_connections()
     return asyncio.run(run(config))
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvbaton.config import LOG_FORMAT
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.process import EngineProcess
+from kvbaton.log import begin_log
 from kvbaton.messages.engine import NO_METRICS, Metrics
 from kvbaton.messages.nodes import STEP_COSTS, DrainProgress, NodeInfo
 from kvbaton.server.app import end_when_told_again, freeze_startup, serve_on, stop_requested
@@ -77,7 +77,7 @@ def run_node(config: NodeConfig, connectors: Sequence[ConnectorFactory]) -> int:
     Raises:
         ConfigError: A setting is wrong.
     """
-    logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
+    begin_log(config.log_level)
     allow_connections()
     return asyncio.run(Node(config, connectors).run())
 
