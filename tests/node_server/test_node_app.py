@@ -221,6 +221,17 @@ async def test_a_node_that_is_drained_is_not_healthy_but_lives(
     assert len(caplog.messages) == 1, "another path's error is told"
 
 
+async def test_a_node_whose_engine_hangs_is_not_healthy_and_does_not_live(
+    node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await node.get("/live"))[0] == 200
+    monkeypatch.setattr("kvbaton.engine.client.HUNG_S", 0.0)
+    for path in ("/health", "/live"):
+        status, answer = await node.get(path)
+        assert (status, answer["error"]["code"]) == (503, "unhealthy")
+        assert "the engine has not been heard of for" in answer["error"]["message"]
+
+
 async def test_a_starting_node_says_so() -> None:
     runner, port = await listen(make_starting_app(), "127.0.0.1", 0)
     async with ClientSession(f"http://127.0.0.1:{port}") as session:
