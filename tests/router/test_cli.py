@@ -87,6 +87,8 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["serve", "x", "--tokenizer", "y"], "--tokenizer y; the model's folder has it"),
         (["serve", "x", "-dp", "2"], "unrecognized arguments: -dp 2; start more nodes"),
         (["serve", "x", "--disaggregation-mode", "prefill"], "prefill; there is --role"),
+        (["bench", "serve", "--url", "x", "--request-rate=4"], "4; there is --rate"),
+        (["router", "--enable-ssl-refresh"], "refresh; leave it out: that is on"),
         (["up", "x", "--enable-auto-tool-choice"], "auto-tool-choice; leave it out: that is on"),
         (["router", "--port", "0", "--model", "/nope"], "/nope/tokenizer.json: is missing"),
         (["serve", UNREADABLE], f"--model: can't look into {UNREADABLE}: File name too long"),
