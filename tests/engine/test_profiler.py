@@ -35,6 +35,6 @@ def test_what_fits_on_a_full_disk_is_removed(
     monkeypatch.setattr("kvbaton.engine.profiler.profile", FullDisk)
     profiler = TorchProfiler(str(tmp_path), "n")
     profiler.start()
-    with pytest.raises(RequestError, match="can't be written: .*No space left"):
+    with pytest.raises(RequestError, match=r"can't be written: .*No space left"):
         profiler.stop()
     assert not list(tmp_path.iterdir())
