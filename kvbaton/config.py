@@ -222,7 +222,8 @@ class Flag:
         words = os.environ.get(self.variable) if self.variable else None
         if words:
             # Blanks alone are kept, not taken as an empty list: the setting's check refuses them.
-            default = (words.split() or [words]) if isinstance(default, list) else words
+            several = isinstance(default, list)
+            default = (words.split() or [words]) if several else words.strip() or words
         required = default is MISSING
         text: str | None = self.text
         if not text or text == argparse.SUPPRESS:

@@ -244,6 +244,15 @@ def test_keys_of_blanks_leave_no_endpoint_open(
     assert "--api-key: is empty" in failure(capsys, "router", "--port", "0")
 
 
+@pytest.mark.parametrize("command", ["router", "serve", "drain"])
+def test_the_line_end_of_a_file_is_no_part_of_a_cluster_key(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """As a Secret made of a file has it, and a key that someone types has not."""
+    monkeypatch.setenv("KVBATON_CLUSTER_KEY", "two words\n")
+    assert make_parser().parse_args([command]).cluster_key == "two words"
+
+
 def test_ray_that_cannot_be_had_is_said_so(
     capsys: pytest.CaptureFixture[str], broken_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
