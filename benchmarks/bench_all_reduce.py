@@ -1,4 +1,6 @@
-"""Time of an all-reduce between tensor-parallel ranks in a CUDA graph, by number of tokens.
+"""Time of sums between tensor-parallel ranks in a CUDA graph, by number of tokens.
+
+Alone, and with the addition to the residual stream and the norm that follow in a model.
 
 python -m benchmarks.bench_all_reduce --ranks 2 --json all_reduce.json
 """
@@ -6,6 +8,7 @@ python -m benchmarks.bench_all_reduce --ranks 2 --json all_reduce.json
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -14,7 +17,8 @@ import torch
 from kvbaton.bench.report import publish
 from kvbaton.engine.cuda.nccl import NcclCollectives, make_unique_id
 from kvbaton.engine.executor import WorkerGroup, rank_threads
-from kvbaton.kernels.peer_all_reduce import peer_memories
+from kvbaton.kernels.peer_memory import peer_memories
+from kvbaton.kernels.rms_norm import rms_norm
 
 HIDDEN = 4096
 ROWS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
@@ -28,11 +32,26 @@ class Rank:
         self._device = torch.device("cuda", rank)
         torch.cuda.set_device(self._device)
         collectives.connect()
-        self._ways = {"NCCL": collectives.nccl_all_reduce, "ours": collectives.all_reduce}
+        stream = torch.randn(ROWS[-1], HIDDEN, dtype=torch.bfloat16, device=self._device)
+        scale = torch.ones(HIDDEN, dtype=torch.bfloat16, device=self._device)
+
+        def after_nccl(tensor: torch.Tensor) -> torch.Tensor:
+            total = collectives.nccl_all_reduce(tensor)
+            return rms_norm(total, scale, 1e-5, residual=stream[: len(tensor)])
+
+        def in_one(tensor: torch.Tensor) -> torch.Tensor:
+            return collectives.all_reduce_norm(tensor, stream[: len(tensor)], scale, 1e-5, 0.0)
+
+        self.ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "NCCL": collectives.nccl_all_reduce,
+            "ours": collectives.all_reduce,
+            "NCCL, norm": after_nccl,
+            "ours with norm": in_one,
+        }
 
     def capture(self, way: str, rows: int) -> None:
         """Capture `CALLS` all-reduces of [rows, HIDDEN]."""
-        reduce = self._ways[way]
+        reduce = self.ways[way]
         tensor = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device=self._device)
         reduce(tensor)
         torch.cuda.synchronize(self._device)
@@ -77,7 +96,7 @@ def main() -> None:
     found = []
     for rows in ROWS:
         row = {"rows": float(rows), "KiB": rows * HIDDEN / 512}
-        for way in ("NCCL", "ours"):
+        for way in ranks[0].ways:
             group.call(lambda rank, way=way, rows=rows: ranks[rank].capture(way, rows))  # type: ignore[misc]
             row[f"{way} us"] = max(group.call(lambda rank: ranks[rank].time()))
         found.append({**row, "GB/s": rows * HIDDEN * 2 / row["ours us"] / 1e3})

@@ -170,13 +170,13 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         (
             "chat",
-            _url_flags("kvbaton.cluster.chat:ChatConfig", "a router or node"),
+            _flags_of("kvbaton.cluster.chat:ChatConfig", url_of="a router or node"),
             _runs("kvbaton.cluster.chat:run", "kvbaton.cluster.chat:ChatConfig"),
             "Talk to a model in the terminal.",
         ),
         (
             "drain",
-            _url_flags("kvbaton.cluster.drain:DrainConfig", "a node or router"),
+            _flags_of("kvbaton.cluster.drain:DrainConfig", url_of="a node or router"),
             _runs("kvbaton.cluster.drain:run", "kvbaton.cluster.drain:DrainConfig"),
             "Let a node or router finish its requests, and accept no new ones.",
         ),
@@ -246,21 +246,28 @@ def _node_flags(port: int, *skip: str, role: str | None = None) -> FillParser:
     return fill_for_role
 
 
-def _flags_of(path: str, *files: str, takes_model: bool = False, **settings: Any) -> FillParser:
+def _flags_of(
+    path: str, *files: str, takes_model: bool = False, url_of: str = "", **settings: Any
+) -> FillParser:
     """Return a function that adds the flags of a configuration, which it imports.
 
     Args:
         path: Dotted path of the configuration class.
         files: Keys of `FILES`: the files that the command writes.
         takes_model: Whether the model may be given without a flag, as in vLLM; see `find_model`.
+        url_of: Whose URL is an argument without a flag; empty if none is.
         settings: Arguments of `add_flags`.
     """
 
     def fill(parser: argparse.ArgumentParser) -> None:
+        config = resolve_name(path)
         if takes_model:
             help_text = "the model, instead of --model"
             parser.add_argument("model_tag", nargs="?", metavar="MODEL", help=help_text)
-        add_flags(parser, resolve_name(path), **settings)
+        if url_of:
+            text = f"URL of {url_of} ({config.url})"
+            parser.add_argument("url", nargs="?", default=config.url, metavar="URL", help=text)
+        add_flags(parser, config, **settings)
         for name in files:
             parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=FILES[name])
 
@@ -312,18 +319,6 @@ def run_up(args: argparse.Namespace) -> int:
     if args.ray is not None:  # other machines need the path itself, and read a GGUF file themselves
         args.model = os.path.abspath(model)
     return run(from_args(ClusterConfig, args))
-
-
-def _url_flags(path: str, whose: str) -> FillParser:
-    """As `_flags_of`, with the field `url` as an argument."""
-
-    def fill(parser: argparse.ArgumentParser) -> None:
-        config = resolve_name(path)
-        text = f"URL of {whose} ({config.url})"
-        parser.add_argument("url", nargs="?", default=config.url, metavar="URL", help=text)
-        add_flags(parser, config)
-
-    return fill
 
 
 def node_config(args: argparse.Namespace) -> NodeConfig:

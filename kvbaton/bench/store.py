@@ -32,9 +32,10 @@ from kvbaton.bench import transfer
 from kvbaton.bench.report import new_figure, percentile, publish, rows_of
 from kvbaton.config import check_positive, flag
 from kvbaton.connectors.registry import load_store, open_store
-from kvbaton.connectors.store import KEY_BYTES, Pieces, Store
+from kvbaton.connectors.store import KEY_BYTES, Store
 from kvbaton.errors import INTERRUPTED, ConfigError, StoreError, writing
 from kvbaton.testing.check import Subject
+from kvbaton.testing.store_rig import timed_call, views
 
 MARKERS = {"copy": "s", "disk write": "v", "disk read": "x", "disk read cold": "*"}
 """Markers of the machine's own figures in plots."""
@@ -130,14 +131,11 @@ def measure_lookups(store: Store) -> list[dict[str, Any]]:
     for count in dict.fromkeys(min(keys, most) for keys in LOOKUP_KEYS):
         keys = [os.urandom(KEY_BYTES) for _ in range(count)]
         there = keys[:: max(10, count // 10)]
-        _answer(store.store(there, _pieces(np.ones((len(there), 1024), np.uint8))))
-        each = []
-        for _ in range(LOOKUPS):
-            began = time.perf_counter()
-            _answer(store.lookup(keys))
-            each.append(1e6 * (time.perf_counter() - began))
+        made = views(np.ones((len(there), 1024), np.uint8))
+        timed_call(partial(store.store, there, made), CALL_S)
+        each = [1e6 * timed_call(partial(store.lookup, keys), CALL_S)[1] for _ in range(LOOKUPS)]
         if store.capabilities.deletes:
-            _answer(store.delete(there))
+            timed_call(partial(store.delete, there), CALL_S)
         took = {"p50 us": percentile(each, 50), "p99 us": percentile(each, 99)}
         rows.append({"keys": count} | took)
     return rows
@@ -170,7 +168,7 @@ def _store_rows(
 ) -> list[dict[str, Any]]:
     size = source.shape[1]
     keys = [os.urandom(KEY_BYTES) for _ in source]
-    sources, targets = _pieces(source), _pieces(target)
+    sources, targets = views(source), views(target)
 
     def load_all() -> Timing:
         target[:] = 0
@@ -188,16 +186,9 @@ def _store_rows(
         drop_pages(Path(load.folder))
         rows.append(_row("load cold", size, calls, load_all()))
     if store.capabilities.deletes:
-        for first in range(0, len(keys), store.capabilities.max_keys):
-            _answer(store.delete(keys[first : first + store.capabilities.max_keys]))
+        for first in range(0, len(keys), most := store.capabilities.max_keys):
+            timed_call(partial(store.delete, keys[first : first + most]), CALL_S)
     return rows
-
-
-def _answer(future: Future[Any]) -> None:
-    try:
-        future.result(CALL_S)
-    except TimeoutError as error:
-        raise StoreError(f"a call is not done within {CALL_S:g} s") from error
 
 
 def make_calls(call: Callable[[int], Future[list[bool]]], count: int, at_once: int) -> Timing:
@@ -245,10 +236,6 @@ def _row(what: str, size: int, calls: int, took: Timing) -> dict[str, Any]:
         "objects": len(took.each),
         "refused": len(took.each) - sum(took.answers),
     }
-
-
-def _pieces(array: Bytes) -> list[Pieces]:
-    return [[memoryview(row)] for row in array]
 
 
 # --- the machine's own figures ---

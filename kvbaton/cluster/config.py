@@ -93,11 +93,6 @@ class ClusterConfig(ModelEndpointConfig):
         return self.num_any
 
     @property
-    def stop_timeout_s(self) -> float:
-        """Seconds that each process may take to stop after it was asked to."""
-        return self.shutdown_timeout_s + 5.0
-
-    @property
     def node_names(self) -> list[tuple[str, str]]:
         """(role, name) of each node."""
         counts = {

@@ -27,6 +27,8 @@ WATCH_S = 1.0
 """Seconds between looks at the nodes while the cluster serves."""
 PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Seconds until a node that ended is started again: at first, and at most if it keeps ending."""
+STOP_MARGIN_S = 5.0
+"""Seconds beyond those for its requests that each process may take to stop."""
 LASTING_S = 60.0
 """Seconds after which a node that ends counts as having run well: the pause is `PAUSE_S` again."""
 
@@ -272,7 +274,7 @@ class Cluster:
 
     async def shutdown(self) -> None:
         """Stop the nodes, then the router; kill processes that do not stop in time."""
-        grace = self.config.stop_timeout_s
+        grace = self.config.shutdown_timeout_s + STOP_MARGIN_S
         await asyncio.gather(*(child.stop(grace) for child in self.nodes))
         if self.router is not None:
             await self.router.stop(grace)

@@ -128,8 +128,8 @@ class Contract:
     def __str__(self) -> str:
         return f"{self.major}.{self.minor}"
 
-    def check(self, flag: str, target: str, connector: object) -> str:
-        """The contract version that a plug-in was written to.
+    def check(self, flag: str, target: str, connector: object) -> None:
+        """Warn of a plug-in that was written to an old contract, or refuse it.
 
         Args:
             flag: The flag whose spec names the plug-in.
@@ -152,7 +152,6 @@ class Contract:
         if major < self.major:
             told = f"{target} was written to contract {written}, which a later kvbaton refuses"
             warnings.warn(f"{told}; the present one is {self}", FutureWarning, stacklevel=4)
-        return written
 
 
 Spec = str | Mapping[str, Mapping[str, Any]]
@@ -302,7 +301,7 @@ def split_spec(spec: str, kind: Kind) -> tuple[str, dict[str, Any]]:
 
 def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
     target, options = split_spec(spec, kind)
-    factory = find_connector(kind, target)
+    factory = load_class(kind.flag, find_entry(kind, target))
     kind.contract.check(kind.flag, target, factory)
     filled = {name: filled_in(kind.flag, name, value) for name, value in options.items()}
     arguments = context | filled
@@ -317,30 +316,15 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
     _check_types(kind, target, factory, {name: arguments[name] for name in options})
     try:
         connector = factory(**arguments)
-        fits = isinstance(connector, kind.protocol)  # evaluates properties, which may raise
+        check_members(kind.flag, target, connector, kind.protocol, kind.capabilities, _AWAITED)
     except KvbatonError as error:
         raise as_told(kind.flag, target, error) from None
     except (Exception, SystemExit) as error:
         text = f"{target} can't be built: {error_text(error)}"
         told = as_written(text)
         raise ConfigError(kind.flag, told) from (error if told == text else None)
-    if inspect.isclass(connector):
-        told = f"{target} gives the class {connector.__name__}, not a {kind.noun} made of it"
-        raise ConfigError(kind.flag, told)
-    if not fits:
-        wanted = [name for name in dir(kind.protocol) if name[0] != "_"]
-        missing = ", ".join(name for name in wanted if getattr(connector, name, None) is None)
-        noun = kind.noun.capitalize()
-        raise ConfigError(kind.flag, f"{target} is not a {noun}: it lacks {missing}")
-    if (name := first_coroutine(connector, kind.protocol)) is not None:
-        told = f"{target} has a coroutine, {name}, which nobody awaits"
-        if kind is STORES:
-            told += ": what is asynchronous in a store returns futures of `concurrent.futures`"
-        raise ConfigError(kind.flag, told)
-    if not isinstance(able := connector.capabilities, kind.capabilities):
-        raise ConfigError(kind.flag, f"{target} declares no valid capabilities: {able!r}")
     for name, hint in get_type_hints(kind.capabilities).items():
-        value, wanted = getattr(able, name), get_origin(hint) or hint
+        value, wanted = getattr(connector.capabilities, name), get_origin(hint) or hint
         if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
             told = f"{target} declares {name}={value!r}, which is no {wanted.__name__}"
             raise ConfigError(kind.flag, told)
@@ -357,10 +341,39 @@ def options_of(kind: Kind, factory: Any) -> list[inspect.Parameter]:
     return [p for p in every if p.kind is not p.VAR_KEYWORD and p.name not in ours]
 
 
-def first_coroutine(plugin: object, protocol: type) -> str | None:
-    """Name of the first public member of a protocol that a plug-in has as `async def`."""
-    names = (name for name in dir(protocol) if name[0] != "_")
-    return next((n for n in names if inspect.iscoroutinefunction(getattr(plugin, n, None))), None)
+_AWAITED = (
+    "which nobody awaits: a store's calls return futures of `concurrent.futures`, and a "
+    "transport's do not wait"
+)
+
+
+def check_members(
+    flag: str, who: str, plugin: object, protocol: type, able: type, awaited: str
+) -> None:
+    """Check that a plug-in is an object with all members of a protocol, none of them `async def`.
+
+    Args:
+        flag: The flag whose spec names the plug-in.
+        who: The plug-in, for errors.
+        plugin: What its constructor returned.
+        protocol: The protocol; one of its members is ``capabilities``.
+        able: Type of the capabilities.
+        awaited: What an error says of a coroutine.
+
+    Raises:
+        ConfigError: It names the first thing that is wrong.
+    """
+    if inspect.isclass(plugin):
+        raise ConfigError(flag, f"{who} is the class {plugin.__name__}, not an object of it")
+    members = {name: getattr(plugin, name, None) for name in dir(protocol) if name[0] != "_"}
+    if missing := ", ".join(name for name, member in members.items() if member is None):
+        raise ConfigError(flag, f"{who} is not a {protocol.__name__}: it lacks {missing}")
+    for name, member in members.items():
+        if inspect.iscoroutinefunction(member):
+            raise ConfigError(flag, f"{who} has a coroutine, {name}, {awaited}")
+    if not isinstance(members["capabilities"], able):
+        told = f"{who} declares no valid capabilities: {members['capabilities']!r}"
+        raise ConfigError(flag, told)
 
 
 def _check_types(kind: Kind, target: str, factory: Any, options: Mapping[str, Any]) -> None:
@@ -423,22 +436,13 @@ def check_spec(kind: Kind, spec: str) -> None:
     find_entry(kind, target)
 
 
-def find_connector(kind: Kind, target: str) -> Any:
-    """Import the class that a name or a dotted path stands for.
-
-    Raises:
-        ConfigError: The name is unknown, its module can't be imported, or it is not a class.
-    """
-    return load_class(kind.flag, find_entry(kind, target))
-
-
 def class_of(kind: Kind, spec: str) -> Any:
     """Import the class that a spec names; nothing is built.
 
     Raises:
-        ConfigError: As for `split_spec` and `find_connector`.
+        ConfigError: As for `split_spec`, `find_entry` and `load_class`.
     """
-    return find_connector(kind, split_spec(spec, kind)[0])
+    return load_class(kind.flag, find_entry(kind, split_spec(spec, kind)[0]))
 
 
 def load_class(flag: str, entry: EntryPoint) -> Any:

@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -29,6 +29,9 @@ from kvbaton.messages.engine import AddRequest, Mark, Output, TransferSpec
 from kvbaton.types import Attempt, Spans
 
 logger = logging.getLogger(__name__)
+
+ENDS = ("delivered", "failed", "cancelled")
+"""How a load ends, for metrics."""
 
 
 def target_of(request: AddRequest) -> TransferSpec | None:
@@ -68,8 +71,6 @@ class TargetConnector(KVConnector):
     medium = "transferred"
     waits_for_room = True
 
-    OUTCOMES: ClassVar = ("delivered", "failed", "cancelled", "unneeded")
-
     def __init__(
         self,
         transfers: TransferThread,
@@ -90,9 +91,9 @@ class TargetConnector(KVConnector):
         self.poison = poison
         self.most_blocks = most_blocks
         self.wake_fds = (self.receiver.outbox_fd,)
-        self.outcomes = dict.fromkeys(self.OUTCOMES, 0)
+        ends = [(name, end) for name in ("target", "prefix") for end in ENDS]
+        self._outcomes = dict.fromkeys([*ends, ("target", "unneeded")], 0)  # by connector's name
         self.wires = WireCosts()
-        self.prefix_outcomes = dict.fromkeys(("delivered", "failed", "cancelled"), 0)
         self._static = frozenset(members)
         self._members: frozenset[str] = frozenset()
         self._awaited: dict[str, TransferSpec] = {}  # by request id
@@ -168,7 +169,7 @@ class TargetConnector(KVConnector):
     @override
     def started(self, sequence: requests.Sequence) -> None:
         if sequence.request.request_id in self._awaited:  # all of the prompt is cached here
-            self.outcomes["unneeded"] += 1
+            self._outcomes["target", "unneeded"] += 1
             self.decline(self._admitted(sequence.request))
 
     @override
@@ -210,11 +211,8 @@ class TargetConnector(KVConnector):
         load = self._live.get(attempt)
         if load is not None and load.sequence.request is request:
             del self._live[attempt]
-            self._outcomes(load)["cancelled"] += 1
+            self._outcomes[load.connector.name, "cancelled"] += 1
             self.transfers.submit(events.CancelTarget(attempt))
-
-    def _outcomes(self, load: Load) -> dict[str, int]:
-        return self.outcomes if load.connector is self else self.prefix_outcomes
 
     @override
     def finished(self, request: requests.Request) -> None:
@@ -242,7 +240,7 @@ class TargetConnector(KVConnector):
                         self.wires.observe(action.crossing)
                     if (marks := load.sequence.request.marks) is not None:
                         marks += (Mark(name, at) for name, at in action.times)
-                    self._outcomes(load)["delivered"] += 1
+                    self._outcomes[load.connector.name, "delivered"] += 1
                     if load.connector is self:
                         self._timelines.mark(action.attempt, "delivered")
                         self._delivered[load.sequence] = action.attempt
@@ -267,7 +265,7 @@ class TargetConnector(KVConnector):
         load = self._live.pop(action.attempt, None)
         if load is None:
             return []
-        self._outcomes(load)["failed"] += 1
+        self._outcomes[load.connector.name, "failed"] += 1
         if not action.answered:
             self.wires.ended(_peer(load), failed=True)
         if load.connector is not self:
@@ -303,10 +301,8 @@ class TargetConnector(KVConnector):
             for name, value in self.receiver.published.items()
             if name != "unhealthy"
         }
-        for role, outcomes in (("target", self.outcomes), ("prefix", self.prefix_outcomes)):
-            for outcome, count in outcomes.items():
-                name = f'kvbaton_transfers_total{{role="{role}",outcome="{outcome}"}}'
-                totals[name] = float(count)
+        for (role, outcome), count in self._outcomes.items():
+            totals[f'kvbaton_transfers_total{{role="{role}",outcome="{outcome}"}}'] = float(count)
         if self.transfers.sender is None:  # else the source connector counts it
             totals["kvbaton_control_junk_total"] = float(self.transfers.junk)
         return totals

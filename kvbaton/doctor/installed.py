@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import Any, cast
 
 import msgspec
@@ -19,7 +19,6 @@ from kvbaton.connectors.registry import (
     Kind,
     class_of,
     declared,
-    find_connector,
     list_connectors,
     load_store,
     load_transport,
@@ -80,20 +79,18 @@ def _look(kind: Kind, spec: str) -> Installed:
     where = list_connectors(kind).get(target, target)
     found = Installed(kind=kind.noun, name=spec, where=where)
     try:
-        parameters = options_of(kind, find_connector(kind, target))
+        parameters = options_of(kind, class_of(kind, spec))
         found.options = [p.name + "*" * (p.default is p.empty) for p in parameters]
         if missing := [o[:-1] for o in found.options if o[-1] == "*" and o[:-1] not in given]:
             found.problem = f"it needs {', '.join(missing)}"
+        elif kind is STORES:
+            found.capabilities = declared(load_store(spec).capabilities)
         else:
-            with ExitStack() as ending:
-                able: Any
-                if kind is STORES:
-                    able = load_store(spec).capabilities
-                else:
-                    transport = load_transport(spec, name=f"list-{spec}")
-                    ending.callback(transport.shutdown)
-                    able = transport.capabilities
-            found.capabilities = declared(able)
+            transport = load_transport(spec, name=f"list-{spec}")
+            try:
+                found.capabilities = declared(transport.capabilities)
+            finally:
+                transport.shutdown()
     except (KvbatonError, OSError, RuntimeError) as error:
         found.problem = str(error)
     return found

@@ -15,11 +15,10 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -33,6 +32,7 @@ from kvbaton.errors import StoreError, TransportError
 from kvbaton.testing.kit import CaseFailure, KitBroke
 from kvbaton.testing.remote import start_worker
 from kvbaton.testing.remote_worker import QUIET
+from kvbaton.testing.store_rig import timed_call, views
 from kvbaton.testing.transport_rig import Buffer, fresh_name, timed_write
 
 TRANSPORTS = ("memory", "tcp", "nixl")
@@ -259,8 +259,6 @@ OBJECT_BYTES = 1 << 20
 NUM_OBJECTS = 32
 STEP_S = 30.0
 
-T = TypeVar("T")
-
 
 class ConnectorTrial(Struct, kw_only=True):
     """Result of testing a connector.
@@ -420,18 +418,18 @@ def _store_steps(spec: str, trial: StoreTrial) -> Generator[None]:
         count = min(NUM_OBJECTS, store.capabilities.max_keys)
         keys = [os.urandom(KEY_BYTES) for _ in range(count)]
         sent = np.random.default_rng(1).integers(0, 256, (count, OBJECT_BYTES), np.uint8)
-        kept, seconds = _answer(lambda: store.store(keys, [[memoryview(row)] for row in sent]))
+        kept, seconds = timed_call(partial(store.store, keys, views(sent)), STEP_S)
         trial.store_gib_per_s = sent.nbytes / seconds / 2**30
         if not all(kept):
             raise StoreError(f"it has room for {sum(kept)} of {count} objects of 1 MiB")
         yield
-        found, seconds = _answer(lambda: store.lookup(keys))
+        found, seconds = timed_call(partial(store.lookup, keys), STEP_S)
         trial.lookup_us = 1e6 * seconds
         if not all(found.present):
             raise StoreError(f"it finds {sum(found.present)} of {count} objects it keeps")
         yield
         came = np.zeros_like(sent)
-        loaded, seconds = _answer(lambda: store.load(keys, [[memoryview(row)] for row in came]))
+        loaded, seconds = timed_call(partial(store.load, keys, views(came)), STEP_S)
         trial.load_gib_per_s = sent.nbytes / seconds / 2**30
         if not all(loaded):
             raise StoreError(f"it gives {sum(loaded)} of {count} objects it keeps")
@@ -439,19 +437,10 @@ def _store_steps(spec: str, trial: StoreTrial) -> Generator[None]:
             raise StoreError(f"{wrong} of {count} objects came back with other bytes")
         yield
         if store.capabilities.deletes:
-            _answer(lambda: store.delete(keys))
+            timed_call(partial(store.delete, keys), STEP_S)
         outages: dict[str, str] = getattr(store, "outages", dict)()
         reasons = [f"{tier} is passed over: {why}" for tier, why in outages.items()]
         if (health := store.health()) is not None:
             reasons.append(health)
         trial.warnings = [as_written(f"{trial.store}: {reason}") for reason in reasons]
         yield
-
-
-def _answer(call: Callable[[], Future[T]]) -> tuple[T, float]:
-    """Answer of a store, and the seconds that it took."""
-    began = time.perf_counter()
-    try:
-        return call().result(STEP_S), time.perf_counter() - began
-    except TimeoutError as error:
-        raise StoreError(f"no answer within {STEP_S:g} s") from error

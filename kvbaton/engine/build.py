@@ -159,10 +159,10 @@ def build_engine(
     except BaseException:
         executor.close()
         raise
-    scheduler.grammars = Grammars(
+    scheduler.grammars = grammars = Grammars(
         model.folder, model.vocab_size, model.eos_token_ids, scheduler.unpark
     )
-    connectors.append(scheduler.grammars)
+    connectors.append(grammars)
     roles = {connector.transfer_role: connector for connector in connectors}
     scheduler.both_sides = {"source", "target"} <= roles.keys()
     target = roles.get("target")

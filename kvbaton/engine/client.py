@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import msgspec
@@ -84,6 +85,15 @@ _POLLIN = int(zmq.POLLIN)
 _from_core = msgspec.msgpack.Decoder(messages.FromCore)
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A running request: its receiver, its number of open choices, and when it was sent."""
+
+    receiver: OutputReceiver
+    open_choices: int
+    at: float
+
+
 class EngineClient(TokenSource):
     """A connection to an engine core; made by `connect`.
 
@@ -109,11 +119,9 @@ class EngineClient(TokenSource):
         self.died = asyncio.Event()
         self.draining = False
         self._loop = asyncio.get_running_loop()
-        self._receivers: dict[str, OutputReceiver] = {}
-        self._open_choices: dict[str, int] = {}
+        self._requests: dict[str, _Asked] = {}
         self._unread: dict[tuple[str, int], list[messages.Output]] = {}
         self._unflushed: dict[OutputReceiver, None] = {}
-        self._asked_at: dict[str, float] = {}
         self._clock = ClockOffset()
         self._unsent: list[bytes] = []
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -217,10 +225,10 @@ class EngineClient(TokenSource):
         if not self._connected.done():
             self._connected.set_exception(error)
             self._connected.exception()  # mark it as seen: perhaps nobody awaits it
-        for receiver in tuple(self._receivers.values()):
-            receiver.end(error)
-            receiver.flush()
-        self._receivers.clear()
+        for asked in tuple(self._requests.values()):
+            asked.receiver.end(error)
+            asked.receiver.flush()
+        self._requests.clear()
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(error)
@@ -229,25 +237,18 @@ class EngineClient(TokenSource):
 
     @override
     def submit(self, request: messages.AddRequest, receiver: OutputReceiver) -> None:
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
+        self._check_alive()
         name = request.request_id
-        if name in self._receivers:
+        if name in self._requests:
             raise RequestError(f"request id {name!r} is in use", param="request_id", status=409)
-        if request.timed:
-            self._asked_at[name] = time.monotonic()
+        asked = _Asked(receiver, request.params.n, time.monotonic())
         self._send(request)
-        self._receivers[name], self._open_choices[name] = receiver, request.params.n
+        self._requests[name] = asked
 
     @override
     def cancel(self, request_id: str) -> None:
-        if self._release(request_id) is not None and self.dead is None:
+        if self._requests.pop(request_id, None) is not None and self.dead is None:
             self._send(messages.AbortRequest(request_id=request_id))
-
-    def _release(self, request_id: str) -> OutputReceiver | None:
-        self._open_choices.pop(request_id, None)
-        self._asked_at.pop(request_id, None)
-        return self._receivers.pop(request_id, None)
 
     @property
     def hangs(self) -> bool:
@@ -257,7 +258,7 @@ class EngineClient(TokenSource):
     @property
     def idle(self) -> bool:
         """Whether no request is running."""
-        return not self._receivers
+        return not self._requests
 
     async def ping(self, timeout_s: float) -> None:
         """Wait until the core has answered between two steps.
@@ -407,21 +408,20 @@ class EngineClient(TokenSource):
                 count = len(outputs) - (outputs[-1].finish_reason in ("abort", "error"))
                 outputs = [merge_outputs(outputs[:count]), *outputs[count:]]
             for output in outputs:
-                receiver = self._receivers.get(name)
-                if receiver is None:  # the request was cancelled
+                asked = self._requests.get(name)
+                if asked is None:  # the request was cancelled
                     break
-                self._unflushed[receiver] = None
-                receiver.put(self._on_our_clock(output) if output.marks else output)
-                if output.finish_reason is not None and name in self._open_choices:
-                    self._open_choices[name] -= 1
-                    if not self._open_choices[name]:
+                self._unflushed[asked.receiver] = None
+                asked.receiver.put(self._on_our_clock(output, asked.at) if output.marks else output)
+                if output.finish_reason is not None:
+                    asked.open_choices -= 1
+                    if not asked.open_choices:
                         self._end(name, None)
 
-    def _on_our_clock(self, output: messages.Output) -> messages.Output:
+    def _on_our_clock(self, output: messages.Output, sent: float) -> messages.Output:
         """An output whose marks are converted to this machine's clock."""
         first, last = output.marks[0], output.marks[-1]
-        sent = self._asked_at.get(output.request_id)
-        if sent is not None and first.name == "received":
+        if first.name == "received":
             self._clock.observe(sent, first.at, last.at, time.monotonic())
         ahead = self._clock.seconds
         if not ahead:
@@ -430,10 +430,10 @@ class EngineClient(TokenSource):
         return replace(output, marks=tuple(marks))
 
     def _end(self, request_id: str, error: RequestError | None) -> None:
-        receiver = self._release(request_id)
-        if receiver is not None:
-            self._unflushed[receiver] = None
-            receiver.end(error)
+        asked = self._requests.pop(request_id, None)
+        if asked is not None:
+            self._unflushed[asked.receiver] = None
+            asked.receiver.end(error)
 
     def _answer(self, number: int, result: Any, error: str | None) -> None:
         answer = self._answers.get(number)

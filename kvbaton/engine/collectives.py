@@ -11,50 +11,48 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from kvbaton.kernels.rms_norm import rms_norm
 
 PATIENCE_S = 120.0
 """Seconds to wait for the slowest rank; since ranks compute the same amount, far less is normal."""
 
 
-class Collectives(Protocol):
-    """Operations that all ranks call in the same order; they may overwrite their inputs."""
+class Collectives:
+    """Operations that all ranks call in the same order; they may overwrite their inputs.
+
+    This class is for a single rank.
+    """
 
     def connect(self) -> None:
         """Connect to the other ranks, before anything else."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, the same bits on each."""
+        return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Concatenate [rows, n] of each rank in the order of ranks: [rows, size * n]."""
+        return tensor
 
-    def later(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Start a computation that ends with `all_reduce`, whose sum may overlap what follows.
+    def all_reduce_norm(
+        self, tensor: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float
+    ) -> Tensor:
+        """Do as `rms_norm` with `residual` does, of the sum of [T, N] over the ranks."""
+        total = self.all_reduce(tensor)
+        return rms_norm(total, weight, eps, residual=residual, weight_offset=weight_offset)
+
+    def all_reduce_later(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start `all_reduce`, which may overlap what follows.
 
         Returns:
-            A function that waits for the result and returns it.
+            A function that waits for the sum and returns it.
         """
-        result = compute()
-        return lambda: result
-
-
-class Alone(Collectives):
-    """`Collectives` of a single rank."""
-
-    def connect(self) -> None:
-        """Do nothing: there are no other ranks."""
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the tensor."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensor."""
-        return tensor
+        total = self.all_reduce(tensor)
+        return lambda: total
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Shard:
 
     rank: int = 0
     size: int = 1
-    collectives: Collectives = field(default_factory=Alone)
+    collectives: Collectives = field(default_factory=Collectives)
     expert_parallel: bool = False
 
     def span(self, total: int) -> tuple[int, int]:
@@ -153,14 +151,11 @@ class Barrier:
 
 
 class HostCollectives(Collectives):
-    """`Collectives` of one rank; see `Barrier`."""
+    """`Collectives` of one rank of several; see `Barrier`."""
 
     def __init__(self, barrier: Barrier, rank: int) -> None:
         self._barrier, self._rank = barrier, rank
         self._number = 0
-
-    def connect(self) -> None:
-        """See `Collectives.connect`; threads need none."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Collectives.all_reduce`."""

@@ -78,7 +78,7 @@ class _Peer:
         kind: ``local`` or ``remote``, for metrics.
         names: The core's ids of its live requests, by the frontend's ids.
         backlog: Encoded messages that ZMQ has no room for.
-        lost: Whether the frontend is lost: nothing more is sent to it.
+        lost: Whether the frontend is lost: nothing is sent to it but what is in its backlog.
         next_blocks: Number of its next `CachedBlocks`, if it watches.
     """
 
@@ -383,12 +383,8 @@ class FrontendServer:
         if peer.backlog_bytes > MAX_BACKLOG_BYTES:
             self._lose(peer, "did_not_read")
             reason = "this frontend did not read what it was sent; its requests were cancelled"
-            last_words = _encoder.encode(messages.Disconnected(reason=reason))
-            self._dismissed.append(
-                _Peer(
-                    peer.socket, peer.identity, peer.local, peer.kind, backlog=deque([last_words])
-                )
-            )
+            peer.backlog.append(_encoder.encode(messages.Disconnected(reason=reason)))
+            self._dismissed.append(peer)
 
     def _sent(self, peer: _Peer, data: bytes) -> bool:
         """Whether a message is done with: ZMQ has taken it, or its frontend is gone."""

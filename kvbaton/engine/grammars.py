@@ -60,52 +60,7 @@ def mask_of(params: SamplingParams, vocab: int) -> Bits:
     return kept[name]
 
 
-class NoGrammars:
-    """An engine without grammars; `Grammars` is for an engine with them."""
-
-    def check(self, grammar: str) -> None:
-        """Check the grammar of a new request.
-
-        Raises:
-            RequestError: It can't be followed here.
-        """
-        raise RequestError("this engine follows no grammars", param="grammar")
-
-    def ready(self, sequence: requests.Sequence) -> bool:
-        """Whether masks are available; if not, the sequence is unparked once they are.
-
-        Also True if the grammar or the tokens so far are wrong; then `error` says why.
-        """
-        return True
-
-    def error(self, sequence: requests.Sequence) -> RequestError | None:
-        """Why a sequence can't follow its grammar, or None.
-
-        An error without a code is the fault of this node.
-        """
-        return None
-
-    def fits(self, sequence: requests.Sequence, token: int) -> bool:
-        """Whether a token sampled elsewhere may come next; False while that is unknown."""
-        return True
-
-    def cut(self, sequence: requests.Sequence, draft: tuple[int, ...]) -> tuple[int, ...]:
-        """The part of a draft that the grammar allows, up to the first end token."""
-        return draft
-
-    def masks(self, wanted: Sequence[tuple[requests.Sequence, tuple[int, ...]]]) -> dict[int, Bits]:
-        """Masks for the tokens after sequences' known tokens, and after each of their draft tokens.
-
-        Args:
-            wanted: Sequences that are `ready`, with their drafts.
-
-        Returns:
-            By handle, [1 + draft, bytes] uint8: bit i of byte b is for token 8 b + i.
-        """
-        return {}
-
-
-class Grammars(NoGrammars, KVConnector):
+class Grammars(KVConnector):
     """The grammars of all live requests.
 
     Args:
@@ -169,14 +124,21 @@ class Grammars(NoGrammars, KVConnector):
 
     # --- as the scheduler calls it ---
 
-    @override
     def check(self, grammar: str) -> None:
+        """Check the grammar of a new request, and start to compile it.
+
+        Raises:
+            RequestError: It can't be followed here.
+        """
         if not len(self._eos):
             raise RequestError("this model names no end token", param="grammar")
         self._compile(grammar)
 
-    @override
     def ready(self, sequence: requests.Sequence) -> bool:
+        """Whether masks are available; if not, the sequence is unparked once they are.
+
+        Also True if the grammar or the tokens so far are wrong; then `error` says why.
+        """
         if not self._has_begun(sequence):
             return False
         if sequence in self._errors:
@@ -192,25 +154,35 @@ class Grammars(NoGrammars, KVConnector):
                 self._errors[sequence] = _failed(matcher.get_error() or unfit)
         return True
 
-    @override
     def error(self, sequence: requests.Sequence) -> RequestError | None:
+        """Why a sequence can't follow its grammar, or None.
+
+        An error without a code is the fault of this node.
+        """
         return self._errors.get(sequence)
 
-    @override
     def fits(self, sequence: requests.Sequence, token: int) -> bool:
+        """Whether a token sampled elsewhere may come next; False while that is unknown."""
         if not self.ready(sequence) or sequence in self._errors:
             return False
         (bits,) = self.masks([(sequence, ())])[sequence.handle]
         return bool(bits[token // 8] >> token % 8 & 1)
 
-    @override
     def cut(self, sequence: requests.Sequence, draft: tuple[int, ...]) -> tuple[int, ...]:
+        """The part of a draft that the grammar allows, up to the first end token."""
         ends = np.flatnonzero(np.isin(draft, self._eos))
         draft = draft[: int(ends[0])] if len(ends) else draft
         return draft[: self._matchers[sequence][0].validate_tokens(list(draft))] if draft else ()
 
-    @override
     def masks(self, wanted: Sequence[tuple[requests.Sequence, tuple[int, ...]]]) -> dict[int, Bits]:
+        """Masks for the tokens after sequences' known tokens, and after each of their draft tokens.
+
+        Args:
+            wanted: Sequences that are `ready`, with their drafts.
+
+        Returns:
+            By handle, [1 + draft, bytes] uint8: bit i of byte b is for token 8 b + i.
+        """
         if self._masks is None:
             threads = min(MASK_THREADS, len(os.sched_getaffinity(0)))
             from llguidance import LLExecutor

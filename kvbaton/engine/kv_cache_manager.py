@@ -349,11 +349,7 @@ class KVCacheManager:
     def clear(self, sequence: RequestSequence) -> None:
         """Take all blocks from a sequence, and mark its tokens as not computed."""
         self.deref(sequence.tables)
-        sequence.tables = self.empty()
-        sequence.num_computed = sequence.num_scheduled = 0
-        sequence.committed = [0] * len(self.groups)
-        sequence.trimmed = [0] * len(self.groups)
-        sequence.shares_tail = False
+        sequence.reset(len(self.groups))
 
     def commit(self, sequence: RequestSequence) -> list[tuple[int, int, int]]:
         """Offer a sequence's blocks that became full and final to the prefix cache.

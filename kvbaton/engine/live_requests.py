@@ -19,7 +19,7 @@ from typing import Any
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.chunk_limit import ChunkLimit
 from kvbaton.engine.config import SchedulerConfig
-from kvbaton.engine.grammars import NoGrammars
+from kvbaton.engine.grammars import Grammars
 from kvbaton.engine.kv_cache_manager import KVCacheManager, Match
 from kvbaton.engine.kv_connector import Connectors, KVConnector, Load
 from kvbaton.engine.request import (
@@ -68,7 +68,7 @@ class LiveRequests:
         late: Ranks last those requests whose first tokens would be late.
         connectors: KV connectors, in the order in which they are asked.
         items: Requests and pins encoder outputs.
-        grammars: Grammars of requests that have one.
+        grammars: Grammars of requests that have one; None for an engine that follows none.
         forked_states: Copies of states for the next step; it references sources and targets.
         pinned: Gives further blocks that are referenced, besides requests' and connectors'.
     """
@@ -109,7 +109,7 @@ class LiveRequests:
         self._outbox: list[Output] = []  # produced while a step was planned
         self.forked_states: list[BlockCopy] = []
         self.items = ItemOutputs()
-        self.grammars = NoGrammars()
+        self.grammars: Grammars | None = None
         self.pinned: Callable[[], Iterable[Tables]] = tuple
 
     # --- requests ---
@@ -137,6 +137,8 @@ class LiveRequests:
         if request.prefix is not None:
             self._check_role("target", "remote_prefix")
         if request.params.grammar:
+            if self.grammars is None:
+                raise RequestError("this engine follows no grammars", param="grammar")
             self.grammars.check(request.params.grammar)
         for connector in self.connectors.having[KVConnector.accept]:
             request = connector.accept(request)
@@ -357,8 +359,6 @@ class LiveRequests:
         self._leave(sequence)
         if sequence.handle:
             self._ended.append(sequence.handle)
-        sequence.handle, sequence.parent = 0, None
-        sequence.sent = [0] * len(sequence.tables)
         if self.forked_states:  # perhaps a fork whose states were not copied yet
             mine = {block for table in sequence.tables for block in table}
             for copy in [copy for copy in self.forked_states if copy.target in mine]:

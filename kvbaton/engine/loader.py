@@ -36,6 +36,7 @@ from kvbaton.engine.models.vision_towers import (
 )
 from kvbaton.engine.quantized_tensors import MXFP4Tensor, ScaledTensor, Stored, find_tensor
 from kvbaton.errors import ConfigError, ModelError
+from kvbaton.kernels.digest import WEYL, mix
 from kvbaton.kernels.mxfp4 import pack_mxfp4, quantize_mxfp4
 from kvbaton.kernels.quantize_fp8 import quantize_fp8
 from kvbaton.messages import UNREADABLE
@@ -421,12 +422,8 @@ def _fill_dummy(piece: Piece, seed: int) -> None:
     name = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
     salt = int.from_bytes(name[:8], "little", signed=True)
     for target, index in _element_numbers(piece):
-        # SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014), in wrapping int64.
-        x = (index + salt) * -0x61C8864680B583EB
-        x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-        x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-        x = x ^ (x >> 31 & 0x1FFFFFFFF)
-        target.copy_((x >> 40).float() * (DUMMY_SCALE * math.sqrt(3) / 2**23))
+        numbers = mix((index + salt) * WEYL - WEYL)  # SplitMix64's: `mix` adds a step itself
+        target.copy_((numbers >> 40).float() * (DUMMY_SCALE * math.sqrt(3) / 2**23))
 
 
 def _element_numbers(piece: Piece) -> Iterator[tuple[Tensor, Tensor]]:

@@ -246,9 +246,8 @@ class LoadingRequests(LiveRequests):
             choice.token in ends or choice.token in params.stop_token_ids for choice in choices
         )
         unscored = params.logprobs is not None and any(c.logprobs is None for c in choices)
-        unfit = params.grammar and not all(
-            self.grammars.fits(load.sequence, choice.token) for choice in choices
-        )
+        grammars = self.grammars if params.grammar else None
+        unfit = grammars and not all(grammars.fits(load.sequence, c.token) for c in choices)
         if early or unscored or unfit or not choices:
             self._requeue(load)
             return []

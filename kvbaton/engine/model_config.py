@@ -111,8 +111,6 @@ def language_model(content: dict[str, Any]) -> dict[str, Any]:
     return whole | own | ends | {"architectures": [alone]}
 
 
-__all__ = ["ModelConfig", "MoeConfig", "VisionConfig", "load_model_config", "resolve_max_model_len"]
-
 DTYPES = ("float32", "float16", "bfloat16")
 
 

@@ -12,8 +12,6 @@ from kvbaton.engine.attention_config import check_sizes, convert_fields
 from kvbaton.errors import ModelError
 from kvbaton.types import Count, Positive
 
-__all__ = ["MOE_FAMILIES", "MoeConfig", "MoeFamily", "read_moe"]
-
 
 @dataclass(frozen=True)
 class MoeFamily:

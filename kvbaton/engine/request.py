@@ -70,25 +70,29 @@ class Sequence:
     tables: Tables = field(init=False)
     rank: tuple[int, bool, int, int, int] = field(init=False)
     state: SequenceState = SequenceState.WAITING
-    handle: int = 0
-    parent: Sequence | None = None
-    num_computed: int = 0
-    num_scheduled: int = 0
+    handle: int = field(init=False)
+    parent: Sequence | None = field(init=False)
+    num_computed: int = field(init=False)
+    num_scheduled: int = field(init=False)
     pending: int = 0
     sent: list[int] = field(init=False)
     committed: list[int] = field(init=False)
     trimmed: list[int] = field(init=False)
-    shares_tail: bool = False
+    shares_tail: bool = field(init=False)
     chains: dict[int, list[bytes]] = field(default_factory=dict)
     finish_reason: str | None = None
 
     def __post_init__(self, num_groups: int) -> None:
         request = self.request
         self.rank = request.spec.priority, False, request.start_tag, request.arrival, self.choice
+        self.reset(num_groups)
+
+    def reset(self, num_groups: int) -> None:
+        """Hold no blocks in any group: nothing is computed, and the runner does not know it."""
         self.tables = [[] for _ in range(num_groups)]
-        self.sent = [0] * num_groups
-        self.committed = [0] * num_groups
-        self.trimmed = [0] * num_groups
+        self.sent, self.committed, self.trimmed = ([0] * num_groups for _ in range(3))
+        self.num_computed = self.num_scheduled = self.handle = 0
+        self.shares_tail, self.parent = False, None
 
     @property
     def is_over(self) -> bool:

@@ -12,6 +12,7 @@ without it. Reported logprobs are those of the raw logits.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,11 +25,7 @@ from kvbaton.engine.grammars import mask_of
 from kvbaton.engine.upload import upload, upload_ids
 from kvbaton.kernels.jit import use_triton
 from kvbaton.kernels.penalties import Penalties
-from kvbaton.kernels.sample_tokens import (
-    Sampling,
-    best_tokens,
-    sample_tokens,
-)
+from kvbaton.kernels.sample_tokens import Sampling, best_tokens, sample_tokens
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.types import TokenLogprobs, TopLogprob
 
@@ -111,29 +108,55 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
 def sampling_of(rows: SampleRows, logits: Tensor, chosen: npt.NDArray[np.int64]) -> Sampling:
     """Inputs of the sampling kernels for some rows."""
     params = [rows.params[row] for row in chosen]
-    counted = [has_penalties(p) for p in params]
-    seeds = np.array([(p.seed or 0) & SEED_MASK for p in params], np.uint64).view(np.int64)
-    top_ks = np.array([max(p.top_k, 0) for p in params])
-    floats = (
-        [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params],
-        [p.top_p for p in params],
-        [p.min_p for p in params],
-        [p.repetition_penalty * of for p, of in zip(params, counted, strict=True)],
-        [p.presence_penalty for p in params],
-        [p.frequency_penalty for p in params],
-    )
-    bits = (np.array(x, np.float64).view(np.int64) for x in floats)
-    known = (x[chosen] for x in (rows.lengths, rows.choices, rows.num_prompt))
-    sent = upload([seeds, top_ks, chosen, *known, *bits], logits.device)
-    seed, top_k, of, length, choice, num_prompt = sent[:6]
-    temperature, top_p, min_p, repetition, presence, frequency = (
-        x.view(torch.float64) for x in sent[6:]
-    )
-    shape = len(params) if any(counted) else 0, logits.shape[1]
+    words = np.frombuffer(b"".join(map(sampling_words, params)), np.int64).reshape(-1, WORDS).T
+    columns = np.vstack((rows.choices[chosen], rows.num_prompt[chosen], words))
+    sent, lengths, of = upload([columns, rows.lengths[chosen], chosen], logits.device)
+    shape = len(params) if any(map(has_penalties, params)) else 0, logits.shape[1]
     counts = logits.new_zeros(shape, dtype=torch.int32)
     tokens = counts if rows.tokens is None else rows.tokens
-    penalties = Penalties(repetition, presence, frequency, num_prompt, length, of, tokens, counts)
-    return Sampling(temperature, seed, length, choice, top_k, top_p, min_p, penalties)
+    return sampling_from(sent.view(columns.shape), lengths, of, tokens, counts)
+
+
+WORDS = 8
+"""Number of words that `sampling_words` makes."""
+
+
+def sampling_words(params: SamplingParams) -> bytes:
+    """A request's 64-bit words for `sampling_from`; in them, a row without penalties has none."""
+    return struct.pack(
+        "=Qq6d",
+        (params.seed or 0) & SEED_MASK,
+        max(params.top_k, 0),
+        0.0 if params.temperature < GREEDY_BELOW else params.temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty if has_penalties(params) else 0.0,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
+
+
+def sampling_from(
+    columns: Tensor, positions: Tensor, of: Tensor, tokens: Tensor, counts: Tensor
+) -> Sampling:
+    """Inputs of the sampling kernels.
+
+    Args:
+        columns: [2 + WORDS, rows] int64: index of the choice, number of prompt tokens, and the
+            words of `sampling_words`.
+        positions: See `Sampling`.
+        of: See `Penalties`, as for the others.
+        tokens: Tokens so far.
+        counts: Scratch.
+    """
+    choices, num_prompt, seeds, top_ks, *floats = columns.unbind()
+    temperatures, top_ps, min_ps, repetitions, presences, frequencies = (
+        x.view(torch.float64) for x in floats
+    )
+    penalties = Penalties(
+        repetitions, presences, frequencies, num_prompt, positions, of, tokens, counts
+    )
+    return Sampling(temperatures, seeds, positions, choices, top_ks, top_ps, min_ps, penalties)
 
 
 def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> None:

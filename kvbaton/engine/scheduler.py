@@ -221,7 +221,7 @@ class Scheduler(LoadingRequests):
         if most < 1:
             return ()
         proposed = self.propose(np.frombuffer(sequence.tokens, np.int32), most)
-        if sequence.request.params.grammar:
+        if self.grammars and sequence.request.params.grammar:
             proposed = self.grammars.cut(sequence, proposed)
         end = known + len(proposed)
         if not sequence.shares_tail and self.blocks.covers(sequence.tables, end):
@@ -345,7 +345,7 @@ class Scheduler(LoadingRequests):
                 target.pending += 1
             for child in scheduled.targets[1:]:
                 self.fork(scheduled.sequence, child)
-        masks = self.grammars.masks(plan.governed) if plan.governed else {}
+        masks = self.grammars.masks(plan.governed) if self.grammars and plan.governed else {}
         steps = plan.steps
         if len(steps) > 1:
             steps.sort(key=lambda step: not step.decodes)
@@ -425,6 +425,7 @@ class Scheduler(LoadingRequests):
 
     def _can_follow(self, sequence: Sequence) -> bool:
         """Whether a sequence's grammar can make masks; if not, it is parked or has failed."""
+        assert self.grammars is not None, "checked in add"
         if not self.grammars.ready(sequence):
             if sequence.state is not SequenceState.RUNNING:
                 self.park(sequence)
@@ -503,41 +504,36 @@ class Scheduler(LoadingRequests):
         for target in scheduled.targets:
             target.pending -= 1
         # Checked first: where no token fits, the ranks only report that none can be sampled.
-        if request.params.grammar and (failed := self.grammars.error(sequence)):
+        grammars = self.grammars if request.params.grammar else None
+        if grammars and (failed := grammars.error(sequence)):
             return self.end(request, "error", failed.message, failed.code)
         if error is not None:
             return self.end(request, "error", error, sampled.error_code)
-        if scheduled.num_draft:
-            return self._accept(scheduled, sampled)
-        assert len(sampled.token_ids) == len(scheduled.targets), f"sampled: {sampled}"
+        targets = scheduled.targets
+        if scheduled.num_draft:  # which is verified for one sequence alone
+            targets *= len(sampled.token_ids)
+        assert len(sampled.token_ids) == len(targets), f"sampled: {sampled}"
         outputs = []
-        for i, target in enumerate(scheduled.targets):
+        for i, target in enumerate(targets):
             if not target.finish_reason:
                 logprobs = sampled.logprobs[i] if sampled.logprobs else None
                 outputs.append(self.append(target, sampled.token_ids[i], logprobs))
+        if scheduled.num_draft:
+            self._accept(scheduled, len(targets) - 1)
         for target in scheduled.targets:
             if target.finish_reason and not target.is_over:
                 self.retire(target)
         return outputs
 
-    def _accept(self, scheduled: ScheduledSequence, sampled: Sampled) -> list[Output]:
-        """Append the accepted draft tokens and the token sampled after them."""
-        sequence, accepted = scheduled.sequence, len(sampled.token_ids) - 1
+    def _accept(self, scheduled: ScheduledSequence, accepted: int) -> None:
+        """Take so many leading tokens of a draft as computed; they were appended before."""
+        sequence = scheduled.sequence
         self.totals.drafts += 1
         self.totals.draft_tokens += scheduled.num_draft
         self.totals.accepted.update(range(accepted))
-        outputs = []
-        for i, token in enumerate(sampled.token_ids):
-            if sequence.finish_reason:
-                break
-            logprobs = sampled.logprobs[i] if sampled.logprobs else None
-            outputs.append(self.append(sequence, token, logprobs))
         if sequence.handle == scheduled.handle:
             # Rejected draft tokens are overwritten; the KV of a final token is never computed.
             computed = min(scheduled.end + accepted, len(sequence.tokens))
             sequence.num_computed = sequence.num_scheduled = computed
             self.commit(sequence)
             self.blocks.trim(sequence, computed)
-        if sequence.finish_reason and not sequence.is_over:
-            self.retire(sequence)
-        return outputs

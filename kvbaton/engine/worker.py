@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.engine.cache import KVCache
-from kvbaton.engine.collectives import Alone, Barrier, HostCollectives, Shard
+from kvbaton.engine.collectives import Barrier, Collectives, HostCollectives, Shard
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.executor import Executor, Worker, WorkerGroup, rank_threads
@@ -296,7 +296,7 @@ def cpu_executor(
     threads = rank_threads(size)
 
     def make(rank: int) -> CpuWorker:
-        collectives = HostCollectives(barrier, rank) if size > 1 else Alone()
+        collectives = HostCollectives(barrier, rank) if size > 1 else Collectives()
         shard = Shard(rank, size, collectives, config.enable_expert_parallel)
         settings = WorkerSettings(config, model_config, shard, device, max_model_len, track_sums)
         return CpuWorker(settings, threads[rank])

@@ -207,7 +207,7 @@ def _unsigned(x: Tensor) -> npt.NDArray[np.uint64]:
 def word_weights(num_words: int, kv: int, device: torch.device) -> Tensor:
     """b(kv, j) of all words of a row: [num_words] int64."""
     words = torch.arange(num_words, dtype=torch.int64, device=device)
-    return _mix(~(words + (kv << 32))) | 1
+    return mix(~(words + (kv << 32))) | 1
 
 
 @cache
@@ -217,13 +217,17 @@ def plane_weights(num_words: int, planes: int, device: torch.device) -> Tensor:
 
 
 def _position_weights(positions: Tensor) -> Tensor:
-    return _mix(positions.long()) | 1
+    return mix(positions.long()) | 1
 
 
-def _mix(x: Tensor) -> Tensor:
+WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
+"""SplitMix64's step, as int64."""
+
+
+def mix(x: Tensor) -> Tensor:
     """SplitMix64's step and finalizer on int64; products wrap like unsigned ones."""
     # Masks clear the sign bits that `>>` on int64 repeats; 2^64 is subtracted from the factors.
-    x = x + (0x9E3779B97F4A7C15 - (1 << 64))
+    x = x + WEYL
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
     return x ^ (x >> 31 & (1 << 33) - 1)

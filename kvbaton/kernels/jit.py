@@ -41,21 +41,7 @@ else:
     triton = tl = None
     EarlyKernel = None  # type: ignore[assignment, misc]
 
-__all__ = [
-    "HAS_TRITON",
-    "INTERPRETED",
-    "EarlyKernel",
-    "cdiv",
-    "is_last",
-    "jit",
-    "launch_next",
-    "next_power_of_2",
-    "shared_memory",
-    "tl",
-    "triton",
-    "use_triton",
-    "wait_for_inputs",
-]
+__all__ = ["tl"]  # the one name that others take from here though it is Triton's
 
 
 def jit(*unspecialized: str, early: bool = False) -> Callable[[Callable[..., Any]], Any]:

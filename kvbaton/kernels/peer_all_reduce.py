@@ -1,13 +1,17 @@
 """All-reduce in one kernel between GPUs that can write to each other's memory.
 
 "One-shot": each rank writes its values into an inbox on each other rank, raises a flag there, waits
-for the others' flags, and adds up in the order of ranks, so that all get the same bits. There is no
-second synchronisation: an inbox has two halves, and a rank raises its next flag only after it has
-read this half. NCCL's LL protocols and vendors' kernels follow this pattern.
+for the others' flags, and adds up in the order of ranks, so that all get the same bits. NCCL's LL
+protocols and vendors' kernels follow this pattern. A program does so row by row, and sends its next
+row before it waits for this one: an inbox has four parts, and a rank that has raised flag n has
+read all rows before n.
 
 "Two-shot", for larger tensors of more than two ranks: each rank receives its share of every tensor,
 adds the shares up, and sends their sum to all. Four ranks then send half as much, but synchronise
 twice.
+
+"One-shot" may also add the sum to the residual stream and normalise that (`rms_norm`), which is all
+that a layer of most models does with a sum (TensorRT-LLM and FlashInfer fuse the same).
 
 The host reads no tensor, so a CUDA graph may capture it. If a rank never comes, the others wait
 until `PeerMemory.abort`.
@@ -17,94 +21,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 
-from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl
+from kvbaton.kernels.few_rows_all_reduce import few_rows_all_reduce_norm
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, wait_for_inputs
+from kvbaton.kernels.peer_memory import (
+    FEW_ROWS,
+    PARTS,
+    PROGRAMS,
+    ROW_BYTES,
+    SHARE,
+    SHARED_FROM,
+    PeerMemory,
+)
+from kvbaton.kernels.rms_norm import scaled
 
-BLOCK = 2048
-"""Elements per block; a program handles one or several."""
+BLOCK = 4096
+"""Elements per row of a tensor that is not normalised."""
 
-MAX_BLOCKS = 1024
-"""Most programs of a launch. Each waits for its twins on other ranks, so all must be resident."""
-
-PAIR_ROUNDS = 4
-"""Most blocks per program between two GPUs."""
-
-SHARED_FROM = 64 * 4096
-"""Elements beyond which more than two GPUs use "two-shot"."""
-
-MOST_SHARED = 1024 * 4096
-"""Most elements for more than two GPUs; for larger tensors NCCL's ring is faster."""
-
-
-class PeerMemory:
-    """Memory of an all-reduce, as one rank sees it.
-
-    Args:
-        rank: Number of this rank.
-        inboxes: Per rank, flat [2, ranks, part] float32.
-        flags: Per rank, flat [MAX_BLOCKS, ranks] int32: last round that each sender has written.
-        rounds: This rank's [MAX_BLOCKS] int32: number of rounds of each program.
-        waiting: This rank's [1] int32: 0 once kernels must not wait any more.
-
-    Attributes:
-        part: Most elements that one rank sends another per round.
-        capacity: Elements of the largest tensor.
-        flags_at: On this rank's device, [ranks] int64: addresses of `flags`.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        inboxes: Sequence[torch.Tensor],
-        flags: Sequence[torch.Tensor],
-        rounds: torch.Tensor,
-        waiting: torch.Tensor,
-    ) -> None:
-        self.rank, self.size = rank, len(inboxes)
-        self.inboxes, self.flags, self.rounds, self.waiting = inboxes, flags, rounds, waiting
-        self.part = len(inboxes[0]) // (2 * self.size)
-        self.capacity = self.part if self.size == 2 else MOST_SHARED
-        addresses = [each.data_ptr() for each in flags]
-        self.flags_at = torch.tensor(addresses, device=rounds.device)
-        self._views: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
-        # Made now: while a rank waits, the driver may be unable to create a stream.
-        self._aside = torch.cuda.Stream(rounds.device)  # type: ignore[no-untyped-call]
-
-    def views(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """The inboxes, viewed as a dtype."""
-        if dtype not in self._views:
-            self._views[dtype] = tuple(inbox.view(dtype) for inbox in self.inboxes)
-        return self._views[dtype]
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is small enough for this all-reduce."""
-        return tensor.numel() <= self.capacity
-
-    def abort(self) -> None:
-        """End all waiting of this rank; results are invalid from then on."""
-        with torch.cuda.stream(self._aside):
-            self.waiting.zero_()  # a memset: loading a kernel could wait for running ones
-
-
-def peer_memories(devices: Sequence[torch.device]) -> list[PeerMemory]:
-    """Allocate memory for one rank per device."""
-    size = len(devices)
-    part = MAX_BLOCKS * BLOCK * (PAIR_ROUNDS if size == 2 else 1)
-    inboxes = [torch.empty(2 * size * part, dtype=torch.float32, device=d) for d in devices]
-    flags, rounds = (
-        [torch.zeros(count, dtype=torch.int32, device=d) for d in devices]
-        for count in (MAX_BLOCKS * size, MAX_BLOCKS)
-    )
-    waiting = [torch.ones(1, dtype=torch.int32, device=d) for d in devices]
-    for ours in inboxes:  # torch enables peer access at the first copy
-        for theirs in inboxes:
-            ours[:1].copy_(theirs[:1])
-    made = [PeerMemory(rank, inboxes, flags, rounds[rank], waiting[rank]) for rank in range(size)]
-    for device in devices:
-        torch.cuda.synchronize(device)
-    return made
+REGISTERS = 64
+"""Most registers of a thread: four programs of a row of `BLOCK` then fit on a multiprocessor."""
 
 
 def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory) -> torch.Tensor:
@@ -119,30 +57,95 @@ def peer_all_reduce(tensor: torch.Tensor, memory: PeerMemory) -> torch.Tensor:
     Returns:
         The sum, of the shape and dtype of `tensor`.
     """
+    if memory.size == 2 or tensor.numel() <= SHARED_FROM:
+        return _one_shot(tensor, memory, BLOCK)
     out = torch.empty_like(tensor)
-    count, size = tensor.numel(), memory.size
-    if not count:
-        return out
-    shared = size > 2 and count > SHARED_FROM
-    programs = min(cdiv(count, BLOCK * (size if shared else 1)), MAX_BLOCKS)
-    (_shared_kernel if shared else _kernel)[(programs,)](
+    _shared_kernel[(cdiv(tensor.numel(), SHARE * memory.size),)](
         tensor,
         out,
-        memory.views(tensor.dtype),
-        memory.flags[memory.rank],
-        memory.flags_at,
-        memory.rounds,
-        memory.waiting,
-        count,
-        RANK=memory.rank,
-        SIZE=size,
-        LANES=next_power_of_2(size),
-        PART=memory.part,
-        BLOCK=BLOCK,
-        **({} if shared else dict(ROUNDS=cdiv(count, MAX_BLOCKS * BLOCK), PROGRAMS=MAX_BLOCKS)),
+        *_arguments(memory, tensor),
+        tensor.numel(),
+        **_constants(memory, tensor),
+        BLOCK=SHARE,
         num_warps=4,
     )
     return out
+
+
+def peer_all_reduce_norm(
+    tensor: torch.Tensor,
+    memory: PeerMemory,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+) -> torch.Tensor:
+    """Do as `rms_norm` with `residual` does, of the sum of all ranks' tensors.
+
+    Args:
+        tensor: Contiguous [T, N] for which `PeerMemory.fits_norm`.
+        memory: Memory of the rank.
+        residual: Contiguous [T, N], the same on all ranks; the sum is added in place.
+        weight: [N], see `rms_norm`.
+        eps: See `rms_norm`.
+        weight_offset: See `rms_norm`.
+
+    Returns:
+        [T, N], of the dtype of `tensor`.
+    """
+    rows, width = tensor.shape
+    if 0 < rows <= FEW_ROWS and width * tensor.itemsize % 4 == 0:
+        return few_rows_all_reduce_norm(tensor, memory, residual, weight, eps, weight_offset)
+    return _one_shot(tensor, memory, width, residual, weight, eps, weight_offset)
+
+
+def _one_shot(
+    tensor: torch.Tensor,
+    memory: PeerMemory,
+    width: int,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+) -> torch.Tensor:
+    out, count = torch.empty_like(tensor), tensor.numel()
+    block = next_power_of_2(width)
+    wide = cdiv(block, BLOCK)  # times as many registers
+    if not count:
+        return out
+    _kernel[(min(cdiv(count, width), memory.programs // wide),)](
+        tensor,
+        out,
+        tensor if residual is None else residual,
+        tensor if weight is None else weight,
+        *_arguments(memory, tensor),
+        count,
+        eps,
+        **_constants(memory, tensor),
+        WIDTH=width,
+        BLOCK=block,
+        NORM=residual is not None,
+        WEIGHT_OFFSET=weight_offset,
+        num_warps=8,
+        maxnreg=REGISTERS * wide if memory.size == 2 else None,  # more ranks have few programs
+    )
+    return out
+
+
+def _arguments(memory: PeerMemory, tensor: torch.Tensor) -> tuple[Any, ...]:
+    flags, flags_at = memory.flags[memory.rank], memory.flags_at
+    return memory.views(tensor.dtype), flags, flags_at, memory.rounds, memory.waiting
+
+
+def _constants(memory: PeerMemory, tensor: torch.Tensor) -> dict[str, int]:
+    return {
+        "RANK": memory.rank,
+        "SIZE": memory.size,
+        "LANES": next_power_of_2(memory.size),
+        "AREA": ROW_BYTES // tensor.itemsize,
+        "PROGRAMS": PROGRAMS,
+        "PARTS": PARTS,
+    }
 
 
 def peer_all_reduce_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -151,95 +154,184 @@ def peer_all_reduce_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @jit()
-def _meet(
-    flags: tl.tensor,
+def _raise_flags(
     flags_at: tl.tensor,
+    number: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Tell this program's twin on each other rank that a round has been written.
+
+    By a lane for each rank, all at once: a release waits until what was written has arrived.
+    """
+    lanes = tl.arange(0, LANES)
+    others = (lanes < SIZE) & (lanes != RANK)
+    tl.debug_barrier()
+    there = tl.load(flags_at + lanes, mask=others, other=0).to(tl.pointer_type(tl.int32))
+    place = there + tl.program_id(0) * SIZE + RANK
+    tl.atomic_xchg(place, number, mask=others, sem="release", scope="sys")
+
+
+@jit()
+def _await_flags(
+    flags: tl.tensor,
     waiting: tl.tensor,
     number: tl.tensor,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Tell this program's like on each rank that it has written, and wait until they have.
-
-    By a lane for each rank, all at once: a release waits until what was written has arrived.
-    """
-    block, lanes = tl.program_id(0), tl.arange(0, LANES)
+    """Wait until this program's twin on each other rank has written a round."""
+    lanes = tl.arange(0, LANES)
     others = (lanes < SIZE) & (lanes != RANK)
+    came = flags + tl.program_id(0) * SIZE + lanes
+    behind = 1
+    while behind > 0:  # a twin may be ahead, too; right also when rounds wrap
+        seen = tl.atomic_add(came, 0, mask=others, sem="acquire", scope="sys")
+        behind = tl.max(tl.where(others, number - seen, 0))
+        behind = tl.where(tl.load(waiting, volatile=True) == 1, behind, 0)
     tl.debug_barrier()
-    there = tl.load(flags_at + lanes, mask=others, other=0).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(there + block * SIZE + RANK, number, mask=others, sem="release", scope="sys")
-    came = flags + block * SIZE + lanes
-    seen = tl.load(came, mask=others, other=number, volatile=True)
-    while tl.min(seen - number) < 0:  # it may be ahead, too; right also when rounds wrap
-        seen = tl.load(came, mask=others, other=number, volatile=True)
-        seen = tl.where(tl.load(waiting, volatile=True) == 1, seen, number)
-    tl.atomic_add(came, 0, mask=others, sem="acquire", scope="sys")
-    tl.debug_barrier()
+
+
+@jit()
+def _inside(
+    start: tl.tensor, column: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr, NORM: tl.constexpr
+) -> tl.tensor:
+    """Which columns of the row at `start` exist; without norm, the last row may be shorter."""
+    inside = column < WIDTH
+    if not NORM:
+        inside &= start + column < count
+    return inside
+
+
+@jit()
+def _send(
+    values: tl.tensor,
+    inside: tl.tensor,
+    inboxes: tl.tensor,
+    number: tl.tensor,
+    column: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    AREA: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Write a row into this program's area of each other rank's inbox."""
+    area = (((number & (PARTS - 1)) * SIZE + RANK) * PROGRAMS + tl.program_id(0)) * AREA
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            tl.store(inboxes[other] + area + column, values, mask=inside)
+
+
+@jit()
+def _received(
+    inbox: tl.tensor,
+    inside: tl.tensor,
+    sender: tl.constexpr,
+    number: tl.tensor,
+    column: tl.tensor,
+    SIZE: tl.constexpr,
+    AREA: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> tl.tensor:
+    """The row that a sender wrote into this program's area of our inbox."""
+    area = (((number & (PARTS - 1)) * SIZE + sender) * PROGRAMS + tl.program_id(0)) * AREA
+    return tl.load(inbox + area + column, mask=inside, other=0.0, cache_modifier=".cg")
 
 
 @jit()
 def _sum(
-    tensor: tl.tensor,
+    own: tl.tensor,
     inbox: tl.tensor,
     inside: tl.tensor,
+    number: tl.tensor,
+    column: tl.tensor,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    PART: tl.constexpr,
+    AREA: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> tl.tensor:
-    """What ranks sent to an inbox, and ours, added up in their order."""
+    """What ranks sent in a round, and ours, added up in their order."""
     total = tl.zeros(inside.shape, tl.float32)
-    for other in tl.static_range(SIZE):
-        if other == RANK:
-            value = tl.load(tensor, mask=inside, other=0.0)
+    for rank in tl.static_range(SIZE):
+        if rank == RANK:
+            total += own.to(tl.float32)
         else:
-            value = tl.load(inbox + other * PART, mask=inside, other=0.0, cache_modifier=".cg")
-        total += value.to(tl.float32)
-    return total
+            came = _received(inbox, inside, rank, number, column, SIZE, AREA, PROGRAMS, PARTS)
+            total += came.to(tl.float32)
+    return total.to(own.dtype)
 
 
-@jit()
+@jit(early=True)
 def _kernel(
     tensor: tl.tensor,
     out: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
     inboxes: tl.tensor,
     flags: tl.tensor,
     flags_at: tl.tensor,
     rounds: tl.tensor,
     waiting: tl.tensor,
     count: tl.tensor,
+    eps: tl.tensor,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROUNDS: tl.constexpr,
+    AREA: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
 ) -> None:
-    """One program: up to ROUNDS * BLOCK elements; it waits for its like on each rank, once.
+    """One program: a row of WIDTH elements in each round.
 
     Which places of an inbox are a program's does not depend on `count`: nobody else may write there
     before it has read.
 
     `inboxes` is a tuple, in the order of ranks.
     """
-    block = tl.program_id(0)
-    number = tl.load(rounds + block) + 1
-    half = (number & 1) * SIZE * PART
-    first = block * BLOCK + tl.arange(0, BLOCK)
-    for piece in tl.static_range(ROUNDS):
-        place = first + piece * PROGRAMS * BLOCK
-        own = tl.load(tensor + place, mask=place < count, other=0.0)
-        for other in tl.static_range(SIZE):
-            if other != RANK:
-                tl.store(inboxes[other] + half + RANK * PART + place, own, mask=place < count)
-    _meet(flags, flags_at, waiting, number, RANK, SIZE, LANES)
-    tl.store(rounds + block, number)
-    for piece in tl.static_range(ROUNDS):
-        place = first + piece * PROGRAMS * BLOCK
-        inbox = inboxes[RANK] + half + place
-        total = _sum(tensor + place, inbox, place < count, RANK, SIZE, PART)
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=place < count)
+    wait_for_inputs()
+    column = tl.arange(0, BLOCK)
+    step = tl.num_programs(0) * WIDTH
+    number = tl.load(rounds + tl.program_id(0)) + 1
+    start = tl.program_id(0).to(tl.int64) * WIDTH
+    inside = _inside(start, column, count, WIDTH, NORM)
+    own = tl.load(tensor + start + column, mask=inside, other=0.0)
+    _send(own, inside, inboxes, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+    _raise_flags(flags_at, number, RANK, SIZE, LANES)
+    while start < count:
+        inside = _inside(start, column, count, WIDTH, NORM)
+        own = tl.load(tensor + start + column, mask=inside, other=0.0)
+        later = start + step
+        if later < count:
+            within = _inside(later, column, count, WIDTH, NORM)
+            ahead = tl.load(tensor + later + column, mask=within, other=0.0)
+            _send(ahead, within, inboxes, number + 1, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+        inbox, place = inboxes[RANK], start + column
+        if NORM:  # loaded while the others' rows come
+            stream = tl.load(residual + place, mask=inside, other=0.0)
+            scale = tl.load(weight + column, mask=inside, other=0.0)
+        _await_flags(flags, waiting, number, RANK, SIZE, LANES)
+        total = _sum(own, inbox, inside, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+        if NORM:
+            total = (total.to(tl.float32) + stream.to(tl.float32)).to(own.dtype)
+            tl.store(residual + place, total, mask=inside)
+            wide = total.to(tl.float32)
+            factor = tl.rsqrt(tl.sum(wide * wide) / WIDTH + eps)
+            total = scaled(wide, factor, scale.to(tl.float32), own.dtype, WEIGHT_OFFSET)
+        tl.store(out + place, total.to(own.dtype), mask=inside)
+        start = later
+        number += 1
+        if start < count:  # raised only now, since that waits until the row has arrived
+            _raise_flags(flags_at, number, RANK, SIZE, LANES)
+    tl.store(rounds + tl.program_id(0), number - 1)
 
 
 @jit()
@@ -255,37 +347,38 @@ def _shared_kernel(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
-    PART: tl.constexpr,
+    AREA: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: up to SIZE * BLOCK elements, a block of each rank to add up; in two rounds.
+    """One program: a share of BLOCK elements of each rank to add up, in two rounds.
 
-    Places in an inbox are those of `_kernel`, of which any may follow.
+    Places in an inbox are those of `_kernel`, which may follow.
     """
-    block = tl.program_id(0)
-    number = tl.load(rounds + block) + 1
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    first = block * SIZE * BLOCK + tl.arange(0, BLOCK)
-    half = (number & 1) * SIZE * PART
+    column = tl.arange(0, BLOCK)
+    number = tl.load(rounds + tl.program_id(0)) + 1
+    first = tl.program_id(0) * SIZE * BLOCK + column
+    area = (((number & (PARTS - 1)) * SIZE + RANK) * PROGRAMS + tl.program_id(0)) * AREA
     for other in tl.static_range(SIZE):
         if other != RANK:
             inside = first + other * BLOCK < count
             share = tl.load(tensor + first + other * BLOCK, mask=inside, other=0.0)
-            tl.store(inboxes[other] + half + RANK * PART + place, share, mask=inside)
-    _meet(flags, flags_at, waiting, number, RANK, SIZE, LANES)
-    ours = first + RANK * BLOCK
-    inbox = inboxes[RANK] + half + place
-    total = _sum(tensor + ours, inbox, ours < count, RANK, SIZE, PART).to(out.dtype.element_ty)
-    tl.store(out + ours, total, mask=ours < count)
+            tl.store(inboxes[other] + area + column, share, mask=inside)
+    _raise_flags(flags_at, number, RANK, SIZE, LANES)
+    _await_flags(flags, waiting, number, RANK, SIZE, LANES)
+    place, inbox = first + RANK * BLOCK, inboxes[RANK]
+    inside = place < count
+    own = tl.load(tensor + place, mask=inside, other=0.0)
+    total = _sum(own, inbox, inside, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+    tl.store(out + place, total, mask=inside)
     number += 1
-    half = (number & 1) * SIZE * PART
+    _send(total, inside, inboxes, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+    _raise_flags(flags_at, number, RANK, SIZE, LANES)
+    _await_flags(flags, waiting, number, RANK, SIZE, LANES)
+    tl.store(rounds + tl.program_id(0), number)
     for other in tl.static_range(SIZE):
         if other != RANK:
-            tl.store(inboxes[other] + half + RANK * PART + place, total, mask=ours < count)
-    _meet(flags, flags_at, waiting, number, RANK, SIZE, LANES)
-    tl.store(rounds + block, number)
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            inside, inbox = first + other * BLOCK < count, inboxes[RANK] + half + other * PART
-            came = tl.load(inbox + place, mask=inside, other=0.0, cache_modifier=".cg")
+            inside = first + other * BLOCK < count
+            came = _received(inbox, inside, other, number, column, SIZE, AREA, PROGRAMS, PARTS)
             tl.store(out + first + other * BLOCK, came, mask=inside)

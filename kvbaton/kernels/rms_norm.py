@@ -90,6 +90,21 @@ def rms_norm_reference(
     return out
 
 
+@jit()
+def scaled(
+    value: tl.tensor,
+    factor: tl.tensor,
+    scale: tl.tensor,
+    dtype: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+) -> tl.tensor:
+    """Values of a row, in fp32, times its factor and the norm's weight; see `rms_norm`."""
+    if WEIGHT_OFFSET == 0.0:
+        return (value * factor).to(dtype).to(tl.float32) * scale
+    else:
+        return value * factor * (WEIGHT_OFFSET + scale)
+
+
 @jit(early=True)
 def _kernel(
     x: tl.tensor,
@@ -121,11 +136,8 @@ def _kernel(
         value = (value.to(tl.float32) + tl.load(place, mask=inside, other=0.0)).to(value.dtype)
         tl.store(place, value, mask=inside)
     wide = value.to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
-    if WEIGHT_OFFSET == 0.0:
-        wide = wide.to(value.dtype).to(tl.float32) * scale
-    else:
-        wide = wide * (WEIGHT_OFFSET + scale)
+    factor = tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
+    wide = scaled(wide, factor, scale, value.dtype, WEIGHT_OFFSET)
     if GATES:
         place = gate + row * stride_gate + head // GATES * stride_group + head % GATES * SIZE
         away = tl.load(place + column, mask=inside, other=0.0).to(tl.float32)

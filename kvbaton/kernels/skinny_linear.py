@@ -69,11 +69,9 @@ class Workspace:
         scratch: [m], fp32; no launch needs what an earlier one wrote.
     """
 
-    def __init__(
-        self, device: torch.device, *, num_counters: int = 1 << 14, num_scratch: int = 1 << 22
-    ) -> None:
-        self.counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
-        self.scratch = torch.empty(num_scratch, dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+        self.scratch = torch.empty(1 << 22, dtype=torch.float32, device=device)
 
 
 def skinny_linear(

@@ -414,7 +414,7 @@ class AsyncLLM:
         facts = frontend.facts()
         ids = truncated(frontend, ids, given.truncate_prompt_tokens, given.max_tokens, items)
         engine_params = given.for_engine(facts.max_model_len - len(ids), frontend.tokenizer)
-        params = checked(engine_params, frontend.config, facts.vocab_size)
+        params = checked(engine_params, facts.vocab_size)
         if params.grammar:
             field = "grammar" if given.structured_outputs is None else "structured_outputs"
             await checked_grammar(params.grammar, field)

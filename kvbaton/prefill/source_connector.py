@@ -290,10 +290,9 @@ class SourceConnector(KVConnector):
         """Hold the blocks of unreported tokens up to `end`; return their report."""
         start, source.reported = source.reported, end
         tables = request.sequences[0].tables
-        report = self._report_blocks(
+        return self._report_blocks(
             source.attempt, tables, start, end, source.counted, in_flight=in_flight
         )
-        return report
 
     def _report_blocks(
         self,

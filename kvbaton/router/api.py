@@ -20,14 +20,12 @@ from kvbaton.messages.engine import AddRequest
 from kvbaton.messages.nodes import DrainProgress, Members, NodeInfo, NodesView
 from kvbaton.router.chooser import Decision, RouteChooser
 from kvbaton.router.config import RouterConfig
-from kvbaton.router.costs import CostModel
 from kvbaton.router.dispatch import Dispatcher, RetryBudget
 from kvbaton.router.loads import IDLE, NodeLoads, RouterTotals
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import KnownNodes, Nodes
 from kvbaton.router.page import FEED, events, page
-from kvbaton.router.policies import load_policy
-from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.router.policies import Policy
 from kvbaton.router.route import no_node_ready
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import from_loopback, has_password, operator_keys, require_operator
@@ -69,6 +67,7 @@ ROUTE_HEADER = "X-KVBaton-Route"
 
 def router_app(
     config: RouterConfig,
+    policy: Policy,
     nodes: KnownNodes,
     tokenizer: Tokenizer,
     edge: FrontendConfig,
@@ -79,6 +78,7 @@ def router_app(
 
     Args:
         config: Settings.
+        policy: Chooses nodes.
         nodes: Nodes that serve.
         tokenizer: Tokenizer of their model.
         edge: Settings of the endpoint, with the model's name for clients and nodes.
@@ -93,7 +93,7 @@ def router_app(
         vocab_size = ready.vocab_size or tokenizer.vocab_size
         return ModelFacts(max_model_len=ready.max_model_len, vocab_size=vocab_size)
 
-    metrics, policy = HttpMetrics(), load_policy(config.dispatch, CostModel())
+    metrics = HttpMetrics()
     counted = RouterMetrics(metrics.registry)
     chooser = RouteChooser(nodes, loads, policy, counted)
     retries = RetryBudget(config.dispatch.retry_budget)
@@ -108,16 +108,6 @@ def router_app(
     app.on_response_prepare.append(explain_route)
     app.on_response_prepare.append(close_if_draining)
     return app
-
-
-def prefix_index(config: RouterConfig) -> PrefixIndex | None:
-    """A prefix index, if the policy uses one.
-
-    Raises:
-        ConfigError: There is no such policy.
-    """
-    uses = load_policy(config.dispatch, CostModel()).uses_prefixes
-    return PrefixIndex() if uses else None
 
 
 async def explain_route(request: web.Request, response: web.StreamResponse) -> None:

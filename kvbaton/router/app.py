@@ -26,7 +26,6 @@ from kvbaton.router.api import (
     check_member,
     live,
     no_node_yet,
-    prefix_index,
     router_app,
     routes,
 )
@@ -38,6 +37,7 @@ from kvbaton.router.metrics import NodeCollector
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.page import StatusFeed
 from kvbaton.router.policies import load_policy
+from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.status import ClusterStatus
 from kvbaton.router.workers import workers
 from kvbaton.server.app import end_when_told_again, freeze_startup, serve_on, stop_requested
@@ -55,6 +55,9 @@ from kvbaton.text.chat import ChatTemplate
 from kvbaton.text.tokenizer import Tokenizer, read_template
 
 logger = logging.getLogger(__name__)
+
+STATIC_NODE_S = 600.0
+"""Seconds that a static node may take to report what model it serves."""
 
 
 def main(config: RouterConfig) -> int:
@@ -139,11 +142,11 @@ async def watched_app(
     config: RouterConfig, edge: FrontendConfig, tokenizer: Tokenizer
 ) -> AsyncIterator[web.Application]:
     """A router's application; its nodes are probed for as long as the context lasts."""
-    loads = NodeLoads()
-    async with Nodes.watched(config, edge.model_name, prefix_index(config)) as nodes:
-        app = router_app(config, nodes, tokenizer, edge, loads, routes())
-        members = nodes.membership.members
-        collector = NodeCollector(lambda: list(members.values()), loads)
+    loads, policy = NodeLoads(), load_policy(config.dispatch, CostModel())
+    index = PrefixIndex() if policy.uses_prefixes else None
+    async with Nodes.watched(config, edge.model_name, index) as nodes:
+        app = router_app(config, policy, nodes, tokenizer, edge, loads, routes())
+        collector = NodeCollector(nodes.membership.members, loads)
         app[FRONTEND].metrics.registry.register(collector)
         status = ClusterStatus(nodes.membership, loads, app[ROUTER].totals)
         async with StatusFeed(status).served(app):
@@ -223,7 +226,7 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
 
 
 async def _ask_static_nodes(config: RouterConfig) -> NodeInfo:
-    give_up = time.monotonic() + config.start_timeout_s
+    give_up = time.monotonic() + STATIC_NODE_S
     timeout = aiohttp.ClientTimeout(total=2.0)
     async with aiohttp.ClientSession(headers=config.node_headers, timeout=timeout) as session:
         while True:

@@ -7,7 +7,7 @@ from argparse import SUPPRESS
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kvbaton.config import Count, check_positive, check_workers, flag
+from kvbaton.config import Count, check_positive, check_workers, flag, secret_flag
 from kvbaton.errors import ConfigError
 from kvbaton.server.config import EndpointConfig, check_api_key, check_url
 from kvbaton.server.network import bearer
@@ -44,15 +44,12 @@ class RelayTimers:
             announced.
         max_retries: Maximum number of attempts after the first.
         move_s: Seconds that a successor may take until it can replace the target.
-        marks_s: Seconds that the end of a timed request waits for marks of nodes besides the
-            target.
     """
 
     idle_s: float = 120.0
     finish_grace_s: float = 2.0
     max_retries: int = 2
     move_s: float = 30.0
-    marks_s: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +108,7 @@ class RoutingPolicy(Objectives):
             and retries after a node was lost.
     """
 
-    min_handover_tokens: int = flag(
+    min_handover_tokens: Count = flag(
         0, "serve shorter prompts on one node (0: always hand over)", metavar="N"
     )
     min_fetch_tokens: Count = flag(
@@ -145,8 +142,6 @@ class RoutingPolicy(Objectives):
         check_positive("--max-ttft", self.max_ttft)
         if not 0 <= self.retry_budget < math.inf:
             raise ConfigError("--retry-budget", f"{self.retry_budget} is no number from 0 on")
-        if self.min_handover_tokens < 0:
-            raise ConfigError("--min-handover-tokens", f"{self.min_handover_tokens} is negative")
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,6 @@ class RouterConfig(EndpointConfig):
         decode: URLs of decode nodes that do not register themselves.
         encode: URLs of encoder nodes that do not register themselves.
         node_api_key: API key for nodes' HTTP endpoints; None takes the first of `api_keys`.
-        start_timeout_s: Seconds that a static node may take to report what model it serves.
         membership: Timers of membership.
         dispatch: Timers and policy of dispatch.
     """
@@ -193,18 +187,13 @@ class RouterConfig(EndpointConfig):
     )
     workers: Count = flag(1, "processes that answer, behind one port", metavar="N")
     fd: int | None = flag(None, SUPPRESS)
-    node_api_key: str | None = flag(
-        None,
-        "API key presented to nodes (the first --api-key; $KVBATON_NODE_API_KEY)",
-        variable="KVBATON_NODE_API_KEY",
-        secret=True,
-        metavar="KEY",
+    node_api_key: str | None = secret_flag(
+        "API key for nodes, else the first --api-key", "KVBATON_NODE_API_KEY", metavar="KEY"
     )
     any_role: tuple[str, ...] = _static("any")
     prefill: tuple[str, ...] = _static("prefill")
     decode: tuple[str, ...] = _static("decode")
     encode: tuple[str, ...] = _static("encode")
-    start_timeout_s: float = 600.0
     membership: MembershipTimers = field(default_factory=MembershipTimers)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
 

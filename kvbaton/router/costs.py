@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvbaton.router.overheads import Handovers, Overhead
 from kvbaton.router.predictions import Decode, Prediction, Prefill
 from kvbaton.router.prompt_queue import PromptQueue
 from kvbaton.router.role_plan import RolePlan
-from kvbaton.router.wires import UNKNOWN, Wires
+from kvbaton.router.wires import UNKNOWN, Wires, means
 
 RECENT_LENGTHS = 128
 """Number of recent sequences whose lengths give `CostModel.short_output`."""
@@ -48,6 +48,9 @@ PRIOR_SEQUENCES = 8.0
 """Weight of `FIRST_OUTPUT`, as a number of ended sequences."""
 RECENT_SEQUENCES = 64.0
 """Number of recent sequences that the mean length is taken over, about."""
+
+
+RecentMeans = dict[str, tuple[float, ...]]
 
 
 class StepSpeed(Struct, frozen=True):
@@ -119,9 +122,10 @@ class CostModel:
         self._mean_s, self._share_s = SHARE_S
         self._given_since = math.inf
         self._elsewhere: dict[str, tuple[float, int]] = {}
-        self._prefilled: dict[str, tuple[float, float, float, float]] = {}
-        self._targeted: dict[str, tuple[float, float, float]] = {}
-        self._handover_shares: dict[str, tuple[float, float]] = {}
+        # By node: when it was updated, and means per second of its recent work.
+        self._prefilled: RecentMeans = {}  # seconds of prefill, full chunks, prompts
+        self._targeted: RecentMeans = {}  # sequences, and seconds until their first tokens
+        self._handover_shares: RecentMeans = {}  # seconds that hand-overs added to steps
         self._queues: dict[str, PromptQueue] = {}
         self._queued_at: dict[str, str] = {}
         self.roles: RolePlan | None = None
@@ -150,11 +154,7 @@ class CostModel:
             return self._measured
         self.wires.learn(nodes)
         known = self._speeds
-        told = defaultdict[str, list[float]](list)
-        for node in nodes:
-            for term in node.load.keys() & STEP_COSTS:
-                told[term].append(node.load[term])
-        mean = {term: sum(seconds) / len(seconds) for term, seconds in told.items()}
+        mean = means([node.load for node in nodes], STEP_COSTS)
         measured = "prefill_token_s" in mean
         self._learned, self._measured = nodes, measured
         lifetimes_s = SHARE_SEQUENCES * self.output_tokens * mean.get("step_s", math.inf)
@@ -244,15 +244,14 @@ class CostModel:
         queued_tokens, queued = load.prompt_tokens, 0.0
         told_at, elsewhere = self._elsewhere[node.node_id]
         if elsewhere:  # other routers' prompts, as of the last heartbeat, less the time since
-            left = max(0.0, speed.prefill_s(elsewhere, 0) - (self._clock() - told_at))
+            queued = max(0.0, speed.prefill_s(elsewhere, 0) - (self._clock() - told_at))
             queued_tokens += elsewhere
-            queued = left
         decoding = load.sequences - load.pending
         each = speed.step_s + (speed.decode_s(decoding, load.tokens) if decoding else 0.0)
-        deferred_s, queue = 0.0, self._queues.get(node.node_id)
-        if queue is not None:
-            deferred_s = queue.deferred_s
-        wait = ahead * (self._left_s(load, since, deferred_s) + queued)
+        queue = self._queues.get(node.node_id)
+        deferred_s = queue.deferred_s if queue is not None else 0.0
+        left_s = self._left_s(load, since, deferred_s) if load.prefill_us else 0.0
+        wait = ahead * (left_s + queued)
         wait += each / 2 if decoding else 0.0
         budget = speed.chunk_tokens(each) if decoding else speed.step_tokens
         alone_s, all_tokens = wait + fetch_s + own, ahead * queued_tokens + new
@@ -332,7 +331,7 @@ class CostModel:
         full_s = max(full_s, MIN_FULL_S)
         _, in_all, per_s, _ = self._prefilled.get(node.node_id, (0.0, 0.0, 1.0, 0.0))
         queued_s = load.prefill_us / 1e6
-        backlog_s = max(0.0, self._left_s(load, since) - after_s)
+        backlog_s = max(0.0, self._left_s(load, since) - after_s) if queued_s else 0.0
         return Decode(
             itl_s=max(step_s / (1 - share), step_s + backlog_s / output_tokens),
             step_s=step_s,
@@ -349,18 +348,18 @@ class CostModel:
 
     def prefill_share(self, node: NodeInfo) -> float:
         """Share of a node's recent time that prefill of our prompts took."""
-        at, share, *_ = self._prefilled.get(node.node_id, (0.0, 0.0))
-        return min(MAX_SHARE, share * self._kept(at)) if share else 0.0
+        means = self._prefilled.get(node.node_id)
+        return 0.0 if means is None else min(MAX_SHARE, self._faded(means, 1))
 
     def prompts_per_s(self, node: NodeInfo) -> float:
         """Prompts per second that a node was recently given to compute."""
-        at, *_, prompts = self._prefilled.get(node.node_id, (0.0, 0.0))
-        return prompts * self._kept(at) if prompts else 0.0
+        means = self._prefilled.get(node.node_id)
+        return 0.0 if means is None else self._faded(means, 3)
 
     def handover_share(self, node: NodeInfo) -> float:
         """Share of a node's recent time by which hand-overs to or from it made steps longer."""
-        at, share = self._handover_shares.get(node.node_id, (0.0, 0.0))
-        return min(MAX_SHARE, share * self._kept(at)) if share else 0.0
+        means = self._handover_shares.get(node.node_id)
+        return 0.0 if means is None else min(MAX_SHARE, self._faded(means, 1))
 
     def _decoding_share(self, node: NodeInfo, seconds: float) -> float:
         """Share of its time at a node that a sequence decodes, if decoding takes `seconds`.
@@ -375,21 +374,25 @@ class CostModel:
         """Sequences per second that a node was recently given to decode."""
         if self.roles is not None and node.node_id in self.roles.generating:
             return self.roles.per_s
-        at, per_s, _ = self._targeted.get(node.node_id, (0.0, 0.0, 0.0))
-        return per_s * self._kept(at) if per_s else 0.0
+        means = self._targeted.get(node.node_id)
+        return 0.0 if means is None else self._faded(means, 1)
 
-    def _kept(self, at: float) -> float:
-        """Factor by which a mean that was computed at time `at` has faded since."""
-        return math.exp((at - self._clock()) / self._mean_s)
+    def _faded(self, means: tuple[float, ...], place: int) -> float:
+        """One of a node's means, as it has faded until now."""
+        return means[place] * math.exp((means[0] - self._clock()) / self._mean_s)
+
+    def _add(self, means: RecentMeans, node: NodeInfo, *amounts: float) -> None:
+        """Add work to a node's means; not to sums, since how fast these fade changes."""
+        now, share_s = self._clock(), self._mean_s
+        at, *old = means.get(node.node_id, (now, *[0.0] * len(amounts)))
+        kept = math.exp((at - now) / share_s)
+        new = (kept * mean + more / share_s for mean, more in zip(old, amounts, strict=True))
+        means[node.node_id] = now, *new
 
     def assigned(self, prefills: NodeInfo, target: NodeInfo, predicted: Prediction) -> None:
         """Record that a prompt was given to a node, and its decoding to that or another one."""
-        # Means, not sums: their time constant changes with how long sequences take.
-        now, share_s = self._clock(), self._mean_s
+        now, work_s = self._clock(), predicted.work_s
         self._given_since = min(self._given_since, now)
-        nothing = now, 0.0, 0.0, 0.0
-        at, share, steps, prompts = self._prefilled.get(prefills.node_id, nothing)
-        kept, work_s = self._kept(at), predicted.work_s
         if self.roles is not None:
             self.roles.given(now, work_s)
         _, speed = self._speeds.get(prefills.node_id, (None, None))
@@ -398,27 +401,15 @@ class CostModel:
             count = work_s / speed.full_s
             if queue is None or not queue.longest_s:  # else it shares a step with queued prompts
                 count = math.ceil(count)
-        self._prefilled[prefills.node_id] = (
-            now,
-            kept * share + work_s / share_s,
-            kept * steps + count / share_s,
-            kept * prompts + 1.0 / share_s,
-        )
-        if predicted.late:
-            return
-        at, per_s, waits = self._targeted.get(target.node_id, (now, 0.0, 0.0))
-        kept = self._kept(at)
-        given = now, kept * per_s + 1.0 / share_s, kept * waits + predicted.ttft_s / share_s
-        self._targeted[target.node_id] = given
+        self._add(self._prefilled, prefills, work_s, count, 1.0)
+        if not predicted.late:
+            self._add(self._targeted, target, 1.0, predicted.ttft_s)
 
     def handover_begun(self, source: NodeInfo, target: NodeInfo, tokens: int) -> None:
         """Record that the KV of `tokens` tokens is to be handed over."""
         self.wires.sent(source, target, tokens)
-        now = self._clock()
         for node in (source, target):
-            at, share = self._handover_shares.get(node.node_id, (now, 0.0))
-            more = self.handover_slowdown_s(node, tokens) / self._mean_s
-            self._handover_shares[node.node_id] = now, self._kept(at) * share + more
+            self._add(self._handover_shares, node, self.handover_slowdown_s(node, tokens))
 
     def queued(self, request_id: str, node: NodeInfo, predicted: Prediction) -> None:
         """Record that a prompt waits at a node, until it is `computed` or given to another node."""

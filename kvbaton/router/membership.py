@@ -108,8 +108,6 @@ class ReadyNodes:
         self.nodes: list[NodeInfo] = []
         self.serving: list[NodeInfo] = []
         self.encoder_pairs: list[Pair] = []
-        self.max_model_len = MAX_LENGTH
-        self.vocab_size = 0
         # Nodes that can receive a node's KV: those of its identity, model and transport.
         receivers: dict[tuple[str, ...], list[Member]] = {}
         leaving: list[NodeInfo] = []
@@ -129,10 +127,9 @@ class ReadyNodes:
             if node.encoder_identity:
                 kind = "item", node.encoder_identity, node.model, node.transport
                 receivers.setdefault(kind, []).append(member)
-            if node.max_model_len:
-                self.max_model_len = min(node.max_model_len, self.max_model_len)
-            if node.vocab_size:
-                self.vocab_size = min(node.vocab_size, self.vocab_size or MAX_LENGTH)
+        lengths = [node.max_model_len for node in self.serving if node.max_model_len]
+        self.max_model_len = min([MAX_LENGTH, *lengths])
+        self.vocab_size = min((n.vocab_size for n in self.serving if n.vocab_size), default=0)
         self._limited = [(n, n.prompt_limits) for n in self.serving if n.prompt_limits is not None]
         # Length up to which a prompt with one choice may go to any node.
         self._fits_all = MAX_LENGTH

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
@@ -38,6 +38,9 @@ class RouterMetrics:
         def seconds(name: str, text: str, bounds: tuple[float, ...]) -> SecondsHistogram:
             return SecondsHistogram(f"kvbaton_router_{name}", text, bounds, registry)
 
+        def ratio(name: str, text: str) -> RatioHistogram:
+            return RatioHistogram(f"kvbaton_router_{name}", text, RATIO_BUCKETS, registry)
+
         self.requests = labelled("requests", "Requests ended, by outcome.", ("outcome",))
         for outcome in OUTCOMES:  # present from the start, so that rates start at 0
             self.requests.counts[(outcome,)] = 0
@@ -64,22 +67,15 @@ class RouterMetrics:
         self.ttft_error = seconds(
             "ttft_error", "Between predicted and observed times to first tokens.", OVERHEAD_BUCKETS
         )
-        self.ttft_relative_error = RatioHistogram(
-            "kvbaton_router_ttft_error",
-            "The same as a share of the observed time.",
-            RATIO_BUCKETS,
-            registry,
-        )
+        self.ttft_relative_error = ratio("ttft_error", "The same as a share of the observed time.")
         self.regret = seconds(
             "regret",
             "What routes cost more than the next best way, as far as first tokens tell.",
             OVERHEAD_BUCKETS,
         )
-        self.itl_relative_error = RatioHistogram(
-            "kvbaton_router_itl_error",
+        self.itl_relative_error = ratio(
+            "itl_error",
             "Between predicted and observed times per token after the second, as a share of these.",
-            RATIO_BUCKETS,
-            registry,
         )
         self.overhead = seconds(
             "overhead", "From a node's output being read to its being relayed.", OVERHEAD_BUCKETS
@@ -98,18 +94,17 @@ class NodeCollector(Collector):
     """Gauges by node, computed on collection.
 
     Args:
-        members: Returns all nodes.
+        members: All nodes, by id.
         loads: Their loads.
     """
 
-    def __init__(self, members: Callable[[], list[Member]], loads: NodeLoads) -> None:
+    def __init__(self, members: Mapping[str, Member], loads: NodeLoads) -> None:
         self._members = members
         self._loads = loads
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Requests, prompt tokens and rows in flight by node, and nodes by state."""
-        idle = dict.fromkeys((member.info.node_id for member in self._members()), IDLE)
-        loads = {**idle, **self._loads.own}
+        loads = {**dict.fromkeys(self._members, IDLE), **self._loads.own}
         for name, text, what in IN_FLIGHT:
             in_flight = GaugeMetricFamily(name, text, labels=["node"])
             for node, load in loads.items():
@@ -118,7 +113,7 @@ class NodeCollector(Collector):
         nodes = GaugeMetricFamily(
             "kvbaton_router_nodes", "1 per node.", labels=["node", "role", "state"]
         )
-        for member in self._members():
+        for member in self._members.values():
             nodes.add_metric([member.info.node_id, member.info.role, member.state], 1)
         yield nodes
         failures = GaugeMetricFamily(
@@ -126,6 +121,6 @@ class NodeCollector(Collector):
             "Of pairs that get trials only: hand-overs and prefixes that failed in a row.",
             labels=["source", "target"],
         )
-        for source, target, pair in failing(self._members()):
+        for source, target, pair in failing(self._members.values()):
             failures.add_metric([source, target], pair.failures)
         yield failures

@@ -23,7 +23,7 @@ for it. Items of the prompt may have an *encoder* each. Laws:
    committed tokens, of which it has nearly all KV by then. A successor that fails, is late or
    contradicts committed tokens changes nothing while the target is there.
 8. Tokens wait for log probabilities of the prompt, which come with the first one, from the source
-   if there is one. The end of a timed request waits, `marks_s` at most, for the source whose KV
+   if there is one. The end of a timed request waits, `MARKS_S` at most, for the source whose KV
    the target got and for encoders of items that no cache had: their times may come later than the
    target's last token.
 
@@ -79,6 +79,8 @@ Action = AskNode | CancelNode | MoveEnded | Output | Finished | RequestError
 """An `Output` is for the client; a `RequestError` means that the request failed."""
 
 FINISHED = Finished()
+MARKS_S = 0.5
+"""Seconds that the end of a timed request waits for marks of nodes besides the target."""
 
 ChooseRoute = Callable[[int, Sequence[Item], frozenset[str]], Route | None]
 """(tokens to prefill, items, node ids to avoid) -> route of an attempt, or None."""
@@ -449,7 +451,7 @@ class RequestRelay:
         if output.finish_reason is None or not self.request.timed:
             return False
         if any(self._owes_marks(other, output) for other in self._open):
-            self._marks_by = now + self._timers.marks_s
+            self._marks_by = now + MARKS_S
             return True
         return False
 
@@ -515,7 +517,8 @@ class RequestRelay:
         self.attempt += 1
         self._excused += 1
         if fetched:
-            route = route.having(len(self.request.token_ids) + fetched)
+            cached = len(self.request.token_ids) + fetched
+            route = replace(route, cached=cached, holder=None, held=0, predicted=None)
         (asked,) = self._node_requests(route, tuple(self._choices[0].tokens), now)
         asked.side = "successor"
         self._open.append(asked)

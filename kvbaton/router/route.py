@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from msgspec import Struct
-from msgspec.structs import replace
-from typing_extensions import override
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.nodes import NodeInfo
@@ -20,7 +18,7 @@ Pair = tuple[NodeInfo, NodeInfo]
 """Source and target."""
 
 
-class Pairs(Collection[Pair]):
+class Pairs:
     """Pairs of nodes, of which the source can hand over to the target.
 
     Iteration yields pairs by source, with targets in the order of `targets`.
@@ -52,20 +50,11 @@ class Pairs(Collection[Pair]):
         for source, able in self.sources:
             yield source, next(node for node in ranked if node.node_id in able)
 
-    @override
-    def __contains__(self, pair: object) -> bool:
-        return any(pair == known for known in self)
-
-    @override
     def __iter__(self) -> Iterator[Pair]:
         for source, able in self.sources:
             for target in self.targets:
                 if target.node_id in able:
                     yield source, target
-
-    @override
-    def __len__(self) -> int:
-        return self.count
 
 
 class Route(Struct, frozen=True):
@@ -102,10 +91,6 @@ class Route(Struct, frozen=True):
     def prefills(self) -> NodeInfo:
         """The node that computes the prompt."""
         return self.source or self.target
-
-    def having(self, num_tokens: int) -> Route:
-        """The same route once the prefill node holds `num_tokens` tokens of the prompt."""
-        return replace(self, cached=num_tokens, holder=None, held=0, predicted=None)
 
 
 def no_node_ready() -> RequestError:

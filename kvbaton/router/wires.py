@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -20,6 +19,12 @@ class WireSpeed(Struct, frozen=True):
 
 UNKNOWN = WireSpeed()
 Told = Mapping[str, Mapping[str, float]]
+
+
+def means(reports: Sequence[Mapping[str, float]], terms: Collection[str]) -> dict[str, float]:
+    """Mean of each term over the reports that have it; terms that none has are left out."""
+    told = {term: [report[term] for report in reports if term in report] for term in terms}
+    return {term: sum(seconds) / len(seconds) for term, seconds in told.items() if seconds}
 
 
 class Wires:
@@ -44,18 +49,13 @@ class Wires:
         if not any(node.wires for node in nodes):
             self._mean = UNKNOWN
             return
-        told = defaultdict[str, list[float]](list)
-        for node in nodes:
-            for costs in node.wires.values():
-                for term, seconds in costs.items():
-                    told[term].append(seconds)
-        mean = {t: sum(told[t]) / len(told[t]) if told[t] else 0.0 for t in WIRE_COSTS}
+        mean = means([costs for node in nodes for costs in node.wires.values()], WIRE_COSTS)
         before, self._mean = self._mean, WireSpeed(**mean)
         for node in nodes:
             wires, speeds = known.get(node.node_id, (None, {}))
             if wires is not node.wires or before != self._mean:
                 speeds = {
-                    sender: WireSpeed(**{t: costs.get(t, mean[t]) for t in WIRE_COSTS})
+                    sender: WireSpeed(**{t: costs.get(t, mean[t]) for t in mean})
                     for sender, costs in node.wires.items()
                 }
             self._told[node.node_id] = node.wires, speeds

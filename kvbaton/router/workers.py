@@ -22,20 +22,15 @@ from typing_extensions import override
 
 from kvbaton.errors import EngineDeadError
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.api import (
-    ROUTER,
-    RouterState,
-    app_without_text,
-    prefix_index,
-    router_app,
-    routes,
-)
+from kvbaton.router.api import ROUTER, RouterState, app_without_text, router_app, routes
 from kvbaton.router.config import RouterConfig
+from kvbaton.router.costs import CostModel
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads, Queue, RouterTotals
 from kvbaton.router.membership import Member, Membership, NodeState
 from kvbaton.router.metrics import NodeCollector
 from kvbaton.router.nodes import KnownNodes, Nodes
 from kvbaton.router.page import StatusFeed
+from kvbaton.router.policies import load_policy
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.status import ClusterStatus
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
@@ -81,15 +76,13 @@ class ClusterState(Struct, frozen=True):
         members: All nodes.
         departures: The latest ones, also those that were published before: a worker reads only the
             latest state.
-        loads: Loads by worker (its process id) and node id.
-        queues: Queues by worker and node id; see `NodeLoads.queues`.
+        news: The latest report of each worker.
         draining: See `KnownNodes`.
     """
 
     members: tuple[Member, ...]
     departures: tuple[Departure, ...] = ()
-    loads: dict[int, dict[str, NodeLoad]] = {}
-    queues: dict[int, dict[str, dict[Queue, int]]] = {}
+    news: tuple[WorkerNews, ...] = ()
     draining: bool = False
 
 
@@ -116,10 +109,10 @@ _state = msgspec.msgpack.Decoder(ClusterState)
 _news = msgspec.msgpack.Decoder(WorkerNews)
 
 
-def _summed(loads: Iterable[Mapping[str, NodeLoad]]) -> dict[str, NodeLoad]:
+def _summed(reports: Iterable[WorkerNews]) -> dict[str, NodeLoad]:
     total: dict[str, NodeLoad] = {}
-    for one in loads:
-        for node_id, load in one.items():
+    for news in reports:
+        for node_id, load in news.loads.items():
             total[node_id] = total.get(node_id, IDLE).plus(load)
     return total
 
@@ -136,9 +129,10 @@ async def worker(link: WorkerLink, payload: tuple[RouterConfig, FrontendConfig, 
     """
     config, edge, folder = payload
     tokenizer = Tokenizer.load(folder, config.chat_template)
-    loads = NodeLoads()
-    nodes = WorkerNodes(link, loads, config.cluster_key, prefix_index(config))
-    app = router_app(config, nodes, tokenizer, edge, loads, routes(link))
+    loads, policy = NodeLoads(), load_policy(config.dispatch, CostModel())
+    index = PrefixIndex() if policy.uses_prefixes else None
+    nodes = WorkerNodes(link, loads, config.cluster_key, index)
+    app = router_app(config, policy, nodes, tokenizer, edge, loads, routes(link))
     nodes.totals = app[ROUTER].totals
 
     @web.middleware
@@ -149,7 +143,7 @@ async def worker(link: WorkerLink, payload: tuple[RouterConfig, FrontendConfig, 
 
     app.middlewares.append(once_reached)
     registry = app[FRONTEND].metrics.registry
-    registry.register(NodeCollector(list, loads))
+    registry.register(NodeCollector({}, loads))
     async with _running(nodes.watch(), nodes.report_loads()):
         await link.serve(app, registry, config)
     await nodes.engines.close()
@@ -193,11 +187,11 @@ class WorkerNodes(KnownNodes):
         """Take in the state that the supervisor published."""
         state = _state.decode(data)
         self._published, self.draining = state.members, state.draining
-        others = (loads for worker, loads in state.loads.items() if worker != os.getpid())
+        others = [news for news in state.news if news.worker != os.getpid()]
         self._loads.others = _summed(others)
         queues = defaultdict[str, Counter[Queue]](Counter)
-        for worker, theirs in state.queues.items():
-            for node_id, tokens in theirs.items() if worker != os.getpid() else ():
+        for news in others:
+            for node_id, tokens in news.queues.items():
                 queues[node_id].update(tokens)
         self._loads.other_queues = queues
         known = {member.info.node_id: member.info for member in state.members}
@@ -346,8 +340,7 @@ class _Cluster:
         self._by_worker: dict[int, WorkerNews] = {}
         self._ended = RouterTotals()
         self._registry = CollectorRegistry()
-        members = nodes.membership.members
-        self._registry.register(NodeCollector(lambda: list(members.values()), self._loads))
+        self._registry.register(NodeCollector(nodes.membership.members, self._loads))
         self._departures: deque[Departure] = deque(maxlen=MAX_DEPARTURES)
         self._numbers = itertools.count(1)
         self._is_news = self._is_urgent = False
@@ -383,7 +376,7 @@ class _Cluster:
                 msgspec.structs.replace(old.totals, waiting=0, running=0)
             )
         self._by_worker[index] = news
-        self._loads.others = _summed(one.loads for one in self._by_worker.values())
+        self._loads.others = _summed(self._by_worker.values())
         self._is_news |= old is None or (old.worker, old.loads) != (news.worker, news.loads)
         if news.unreachable is not None:
             node_id, generation, error = news.unreachable
@@ -409,10 +402,8 @@ class _Cluster:
         """Publish the current state to all workers."""
         self._is_news = self._is_urgent = False
         members = tuple(self._nodes.membership.members.values())
-        loads = {news.worker: news.loads for news in self._by_worker.values()}
-        queues = {news.worker: news.queues for news in self._by_worker.values()}
-        departures = tuple(self._departures)
-        state = ClusterState(members, departures, loads, queues, self._nodes.draining)
+        departures, news = tuple(self._departures), tuple(self._by_worker.values())
+        state = ClusterState(members, departures, news, self._nodes.draining)
         self.supervisor.publish(_encoder.encode(state))
 
     async def publish_regularly(self) -> None:

@@ -25,6 +25,7 @@ from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.images import load_images
 from kvbaton.server.openapi import contract
 from kvbaton.server.validation import (
+    LIMITS,
     PromptRequest,
     check_common,
     encode,
@@ -263,11 +264,10 @@ def check_chat(frontend: Frontend, body: openai.ChatRequest) -> None:
         raise RequestError("echo is for /v1/completions", param="echo", code="unsupported")
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
-    ranges = frontend.config.ranges
     if body.max_completion_tokens is not None:
-        check_range("max_completion_tokens", body.max_completion_tokens, ranges["max_tokens"])
+        check_range("max_completion_tokens", body.max_completion_tokens, LIMITS["max_tokens"])
     if body.top_logprobs is not None:
-        check_range("top_logprobs", body.top_logprobs, ranges["logprobs"])
+        check_range("top_logprobs", body.top_logprobs, LIMITS["logprobs"])
 
 
 async def encode_chat(

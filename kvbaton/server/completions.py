@@ -32,6 +32,8 @@ from kvbaton.text.structured import BODY, joined, wanted
 from kvbaton.types import TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 16
+MAX_CHOICES = 512
+"""Maximum of prompts times n."""
 
 
 @contract(body=openai.CompletionRequest, answer=openai.Completion, streams=True)
@@ -83,10 +85,9 @@ async def encode_prompts(frontend: Frontend, body: openai.CompletionRequest) -> 
     Raises:
         RequestError: There are no prompts, or too many.
     """
-    config = frontend.config
-    prompts = split_prompts(body.prompt, config.max_prompts)
-    if len(prompts) * (body.n or 1) > config.max_choices:
-        raise RequestError(f"prompts times n may be at most {config.max_choices}", param="n")
+    prompts = split_prompts(body.prompt)
+    if len(prompts) * (body.n or 1) > MAX_CHOICES:
+        raise RequestError(f"prompts times n may be at most {MAX_CHOICES}", param="n")
     if body.kv_transfer_params and len(prompts) > 1:
         raise RequestError("a hand-over takes one prompt per request", param="prompt")
     special = body.add_special_tokens is not False

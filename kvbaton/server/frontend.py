@@ -16,7 +16,7 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from kvbaton.engine.outputs import TokenSource
-from kvbaton.engine.validate import INT32, RANGES, Range, check_range
+from kvbaton.engine.validate import INT32, Range, check_range
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import PrefixAt, TransferSpec
 from kvbaton.server.config import EndpointConfig, GenerationConfigMode, MediaConfig
@@ -53,16 +53,11 @@ class FrontendConfig:
         allowed_origins: See `EndpointConfig`.
         operator_token: A further token with operators' rights; empty for none.
         timeout_s: Seconds after which a request without `timeout` is ended.
-        max_timeout_s: Maximum `timeout` of a request, in seconds.
         deadline_grace_s: The source ends a request at its timeout; if it does not, the endpoint
             does so this many seconds later.
         max_body_bytes: Maximum length of a body; a longer one is a 413.
         max_bodies_bytes: Maximum length of all long bodies being read; further ones wait.
         body_timeout_s: Seconds for the first MiB of a body to arrive, and again for the rest.
-        max_prompts: Maximum number of prompts in a request.
-        max_n: Maximum number of choices per prompt.
-        max_choices: Maximum of prompts times n.
-        max_logprobs: Maximum number of candidates per token.
         tool_call_parser: See `EndpointConfig`.
         reasoning_parser: See `EndpointConfig`.
         sampling_defaults: The model's defaults for fields that a request leaves out.
@@ -78,26 +73,15 @@ class FrontendConfig:
     allowed_origins: tuple[str, ...] = ()
     operator_token: str = field(default="", repr=False)
     timeout_s: float = 600.0
-    max_timeout_s: float = 3600.0
     deadline_grace_s: float = 10.0
     max_body_bytes: int = 32 << 20
     max_bodies_bytes: int = 512 << 20
     body_timeout_s: float = 60.0
-    max_prompts: int = 256
-    max_n: int = 128
-    max_choices: int = 512
-    max_logprobs: int = 20
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     media: MediaConfig = field(default_factory=MediaConfig)
     traces: TracingConfig | None = None
-
-    @cached_property
-    def ranges(self) -> Mapping[str, Range]:
-        """Ranges of the fields of `SamplingParams`, by field."""
-        scored = Range(0, self.max_logprobs)
-        return {**RANGES, "n": Range(1, self.max_n), "logprobs": scored, "prompt_logprobs": scored}
 
     def check_priority(self, priority: int) -> None:
         """Raise `RequestError` for a priority below `min_priority`."""

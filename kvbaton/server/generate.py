@@ -83,7 +83,7 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
         RequestError: A field is out of range.
     """
     facts, resume, given = frontend.facts(), body.resume_token_ids, body.sampling_params
-    params = checked(given, frontend.config, facts.vocab_size, prefix="sampling_params.")
+    params = checked(given, facts.vocab_size, prefix="sampling_params.")
     check_prompt(facts, body.token_ids, params.max_tokens, "token_ids")
     check_ids("resume_token_ids", resume, facts.vocab_size, most=INT32)
     if len(resume) >= params.max_tokens:

@@ -236,11 +236,9 @@ def merged(texts: Iterable[str], *, gauges: bool = True) -> str:
                 values = old.value, sample.value
                 is_least = is_time or name == BUILD_INFO
                 known[key] = old._replace(value=min(values) if is_least else sum(values))
-    registry = CollectorRegistry()
     for name, family in families.items():
         family.samples = list(samples[name].values())
-    registry.register(_Families(families.values()))
-    return generate_latest(registry).decode()
+    return generate_latest(_Families(families.values())).decode()
 
 
 class _Families(Collector):

@@ -46,15 +46,15 @@ def app_for_role(config: NodeConfig) -> MakeApp:
         ConfigError: The tokenizer or chat template can't be read, or the model of an encoder node
             takes no images.
     """
-    if config.role == "encode":  # it needs no tokenizer
-        vision = VisionText.load(config.engine.model)
+    role, model, vision = config.role, config.engine.model, None
+    if role == "encode":
+        tokenizer, vision = Tokenizer.of_nothing(), VisionText.load(model)
         if vision is None:
-            problem = f"{config.engine.model} takes no images: nothing to encode"
-            raise ConfigError("--model", problem)
-        return partial(make_encoder_app, vision=vision)
-    tokenizer = Tokenizer.load(config.engine.model, config.chat_template)
+            raise ConfigError("--model", f"{model} takes no images: nothing to encode")
+    else:
+        tokenizer = Tokenizer.load(model, config.chat_template)
     return lambda client, edge, forward: make_node_app(
-        client, tokenizer, edge, forward, role=config.role
+        client, tokenizer, edge, forward, role=role, encodes=vision
     )
 
 
@@ -79,6 +79,7 @@ def make_node_app(
     forward: Handler | None = None,
     *,
     role: NodeRole = "any",
+    encodes: VisionText | None = None,
 ) -> web.Application:
     """Make the application of a node.
 
@@ -88,22 +89,9 @@ def make_node_app(
         config: Settings of the endpoint.
         forward: In a worker, the handler that passes requests on to the supervisor.
         role: Role of the node.
+        encodes: Checks the items that an encoder node encodes; None makes a node that serves texts
+            and tokens.
     """
-    routes = [web.post("/inference/v1/generate", generate)]
-    return _engine_app(client, tokenizer, config, forward, transfer_parser(role), routes)
-
-
-def _engine_app(
-    client: EngineClient,
-    tokenizer: Tokenizer,
-    config: FrontendConfig,
-    forward: Handler | None,
-    transfer: TransferParser,
-    routes: list[web.RouteDef],
-    *,
-    text: bool = True,
-) -> web.Application:
-    """Make an application with the routes of all roles, and further ones."""
 
     def facts() -> ModelFacts:
         if client.dead is not None:
@@ -116,11 +104,15 @@ def _engine_app(
         tokenizer=tokenizer,
         config=config,
         facts=facts,
-        transfer=transfer,
+        transfer=transfer_parser(role),
         transfer_type=KvTransferParams,
         metrics=HttpMetrics(latencies=False),
     )
-    app = make_app(frontend, [*routes, *node_routes(forward)], text=text)
+    tokens = web.post("/inference/v1/generate", generate if encodes is None else encode)
+    app = make_app(frontend, [tokens, *node_routes(forward)], text=encodes is None)
+    if encodes is not None:
+        app[VISION] = encodes
+        app.router.add_route("*", "/v1/{path:.*}", no_text)
     registry = frontend.metrics.registry
     if forward is None:
         registry.register(CoreCollector(lambda: client.metrics))
@@ -137,7 +129,7 @@ def transfer_parser(role: NodeRole) -> TransferParser:
 
     Such a request is served by this node alone, as vLLM's nodes do.
     """
-    if role == "any":
+    if role not in ("prefill", "decode"):
         return parse_transfer
     is_told = False
 
@@ -292,28 +284,6 @@ async def _profile(request: web.Request, command: str) -> web.Response:
 VISION = web.AppKey("vision", VisionText)
 ENCODE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
 """Sampling parameters of a "prompt" of rows, for which nothing is sampled."""
-
-
-def make_encoder_app(
-    client: EngineClient,
-    edge: FrontendConfig,
-    forward: Handler | None = None,
-    *,
-    vision: VisionText,
-) -> web.Application:
-    """Make the application of an encoder node.
-
-    Args:
-        client: Client of the node's engine, already up.
-        edge: Settings of the endpoint.
-        forward: See `make_node_app`.
-        vision: Checks the fields of items.
-    """
-    routes = [web.post("/inference/v1/generate", encode), web.route("*", "/v1/{path:.*}", no_text)]
-    nothing = Tokenizer.of_nothing()
-    app = _engine_app(client, nothing, edge, forward, parse_transfer, routes, text=False)
-    app[VISION] = vision
-    return app
 
 
 async def no_text(request: web.Request) -> web.Response:

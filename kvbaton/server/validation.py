@@ -11,12 +11,12 @@ from aiohttp import web
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvbaton.engine.validate import INT32, Range, check_ids, check_params, check_range
+from kvbaton.engine.validate import INT32, RANGES, Range, check_ids, check_params, check_range
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.messages.openai import ChatRequest, Refused, SamplingFields
 from kvbaton.server.bodies import REQUEST_ID, REQUEST_ID_HEADER, clean
-from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
+from kvbaton.server.frontend import Frontend, ModelFacts
 from kvbaton.server.timeline import RequestTimeline
 from kvbaton.text.detokenize import TextOptions
 from kvbaton.text.tokenizer import Tokenizer
@@ -25,10 +25,19 @@ from kvbaton.types import TokenIds
 SEED_MASK = 2**63 - 1
 LONG_TOKEN = 16
 """Characters per token, more than nearly all tokens have."""
+MAX_TIMEOUT_S = 3600.0
+MAX_PROMPTS = 256
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_SALT = 4096
 MAX_BAD_WORDS = 1024
+LIMITS = {
+    **RANGES,
+    "n": Range(1, 128),
+    "logprobs": Range(0, 20),
+    "prompt_logprobs": Range(0, 20),
+}
+"""Valid ranges of clients' fields of `SamplingParams`."""
 NOT_STORED = "no response is stored here, so pass what was said before as input"
 
 HINTS = {
@@ -138,14 +147,14 @@ def deadline(frontend: Frontend, timeout: float | None, name: str = "timeout") -
     """
     if timeout is None:
         return frontend.config.timeout_s
-    check_range(name, timeout, Range(0, frontend.config.max_timeout_s, open=True))
+    check_range(name, timeout, Range(0, MAX_TIMEOUT_S, open=True))
     return timeout
 
 
 # --- its prompts ---
 
 
-def split_prompts(prompt: str | Sequence[str | int | list[int]], most: int) -> list[Prompt]:
+def split_prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Prompt]:
     """Split the field `prompt`, which is a text, texts, token ids, or lists of token ids.
 
     Raises:
@@ -162,8 +171,8 @@ def split_prompts(prompt: str | Sequence[str | int | list[int]], most: int) -> l
             "prompt must be a text, a list of texts, a list of token ids or a list of such lists",
             param="prompt",
         )
-    if len(prompts) > most:
-        raise RequestError(f"prompt may hold at most {most} prompts", param="prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(f"prompt may hold at most {MAX_PROMPTS} prompts", param="prompt")
     return prompts
 
 
@@ -315,12 +324,14 @@ def sampling_params(
         max_tokens=max_tokens,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        bad_words_token_ids=bad_words_token_ids(frontend.tokenizer, body.bad_words or ()),
+        bad_words_token_ids=bad_words_token_ids(frontend.tokenizer, body.bad_words)
+        if body.bad_words
+        else (),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
     )
-    return checked(params, frontend.config, facts.vocab_size)
+    return checked(params, facts.vocab_size)
 
 
 def prompt_request(
@@ -383,16 +394,13 @@ def prompt_request(
     )
 
 
-def checked(
-    params: SamplingParams, config: FrontendConfig, vocab_size: int, *, prefix: str = ""
-) -> SamplingParams:
+def checked(params: SamplingParams, vocab_size: int, *, prefix: str = "") -> SamplingParams:
     """Check every value, and choose a missing seed (63 bits).
 
     A `top_k` of -1 becomes 0, and a `top_p` of 0, which OpenAI allows, a temperature of 0.
 
     Args:
         params: Parameters as sent.
-        config: Settings with the limits.
         vocab_size: Number of token ids.
         prefix: Prefix of field names in errors (``sampling_params.``).
 
@@ -403,7 +411,7 @@ def checked(
     likeliest = params.top_p == 0
     top_k, top_p = 0 if params.top_k == -1 else params.top_k, 1.0 if likeliest else params.top_p
     params = replace(params, seed=seed, top_k=top_k, top_p=top_p)
-    check_params(params, vocab_size, prefix=prefix, limits=config.ranges)
+    check_params(params, vocab_size, prefix=prefix, limits=LIMITS)
     return replace(params, temperature=0.0) if likeliest else params
 
 

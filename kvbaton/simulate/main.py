@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.bench.report import new_figure, percentile, prediction_error, publish, rows_of
-from kvbaton.config import flag
+from kvbaton.config import Count, flag
 from kvbaton.errors import INTERRUPTED, ConfigError, writing
 from kvbaton.router.config import Objectives, RoutingPolicy
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
@@ -67,13 +67,13 @@ class SimulateConfig(Objectives):
         metavar="NAME[@NODES]",
     )
     engine: Path = flag(H200_8B, "measured steps and hand-overs (an H200's)", metavar="FILE")
-    min_handover_tokens: int = flag(0, "serve shorter prompts on one node", metavar="N")
+    min_handover_tokens: Count = flag(0, "serve shorter prompts on one node", metavar="N")
     goodput: float | None = flag(
         None,
         "also find the highest rate at which this share (as 0.9) is served within both objectives",
         metavar="SHARE",
     )
-    seeds: tuple[int, ...] = flag(
+    seeds: tuple[Count, ...] = flag(
         (0,), "of random numbers, one run each (0)", name="--seed", nargs="+", metavar="N"
     )
 
@@ -85,8 +85,6 @@ class SimulateConfig(Objectives):
                 raise ConfigError(name, f"{value} is not {wrong}")
         if self.begin < 0:
             raise ConfigError("--begin", f"{self.begin} is negative")
-        if min(self.seeds, default=0) < 0:
-            raise ConfigError("--seed", f"{min(self.seeds)} is negative")
         if self.goodput is not None and not 0 < self.goodput <= 1:
             raise ConfigError("--goodput", f"{self.goodput} is no share: over 0, at most 1")
         if self.goodput is not None and self.ttft_slo is None:

@@ -21,8 +21,8 @@ import kvbaton
 from kvbaton.connectors.registry import (
     FIRST_CONTRACT,
     as_written,
+    class_of,
     declared,
-    find_connector,
     split_spec,
 )
 from kvbaton.errors import INTERRUPTED, StoreError, TransportError
@@ -89,7 +89,7 @@ def certify(subject: Subject, speed: Speed) -> tuple[Certificate, int]:
     if status == INTERRUPTED:  # keep an earlier certificate
         raise KeyboardInterrupt
     target, options = split_spec(subject.spec, subject.registry)
-    found = find_connector(subject.registry, target)
+    found = class_of(subject.registry, subject.spec)
     able: Mapping[str, Any] = {}
     capacity: int | None = None
     with suppress(Exception), subject.rig() as rig:  # the cases have reported what fails here

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -61,15 +60,7 @@ def constructor_does_nothing(rig: StoreRig) -> None:
 @case(0)
 def answers_are_futures(rig: StoreRig) -> None:
     """Every call but `release` returns a `concurrent.futures.Future` with a result of its type."""
-    (key,) = objects = rig.objects([100])
-    sources, targets = views(objects.values()), views([bytearray(100)])
-    calls: dict[str, Callable[[], Future[Any]]] = {
-        "lookup": lambda: rig.store.lookup([key]),
-        "store": lambda: rig.store.store([key], sources),
-        "load": lambda: rig.store.load([key], targets),
-        "delete": lambda: rig.store.delete([key]),
-    }
-    for name, call in calls.items():
+    for name, call in rig.every_call(rig.objects([100])).items():
         future = call()
         require(isinstance(future, Future), f"{name} returned {type(future).__name__}")
         require_result(name, rig.wait(future, name), 1)
@@ -114,8 +105,7 @@ def lists_of_unequal_lengths(rig: StoreRig) -> None:
 @case(0)
 def unknown_tickets(rig: StoreRig) -> None:
     """`release` ignores unknown tickets and released ones."""
-    (key,) = objects = rig.objects([10])
-    rig.put(objects)
+    (key,) = objects = rig.stored([10])
     ticket = rig.wait(rig.store.lookup([key], pin=True), "lookup").ticket
     for unknown in (-1, 0, 1 << 40):
         if unknown != ticket:
@@ -129,8 +119,7 @@ def unknown_tickets(rig: StoreRig) -> None:
 @case(0)
 def tickets_for_pins_only(rig: StoreRig) -> None:
     """`lookup` returns a ticket only if it was asked to pin, can pin, and found something."""
-    (key,) = objects = rig.objects([10])
-    rig.put(objects)
+    (key,) = rig.stored([10])
     pins = rig.store.capabilities.pins
     plain = rig.wait(rig.store.lookup([key]), "lookup").ticket
     nothing = rig.wait(rig.store.lookup([rig.key()], pin=True), "lookup").ticket

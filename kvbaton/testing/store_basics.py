@@ -51,8 +51,7 @@ def _special(noise: bytes) -> list[bytes]:
 def a_large_object(rig: StoreRig) -> None:
     """One object of tens of megabytes is loaded as it was stored."""
     capacity = rig.store.usage().capacity
-    objects = rig.objects([min(LARGE, (capacity or 2 * LARGE) // 2) + 13])
-    rig.put(objects)
+    objects = rig.stored([min(LARGE, (capacity or 2 * LARGE) // 2) + 13])
     rig.expect(objects, "after store")
 
 
@@ -69,8 +68,7 @@ def pieces(rig: StoreRig) -> None:
 @case(1)
 def only_the_target(rig: StoreRig) -> None:
     """A load writes its targets and no byte beside them."""
-    objects = rig.objects([1, 63, 5000])
-    rig.put(objects)
+    objects = rig.stored([1, 63, 5000])
     for key, data in objects.items():
         memory = bytearray(b"\xa5" * (len(data) + 2 * GUARD))
         middle = memoryview(memory)[GUARD : GUARD + len(data)]
@@ -192,9 +190,7 @@ def _fill(pieces: Sequence[Piece], data: bytes) -> None:
 @case(1)
 def another_length_is_a_miss(rig: StoreRig) -> None:
     """A target of another length than the object is a miss, and the object stays."""
-    objects = rig.objects([1000])
-    (key,) = objects
-    rig.put(objects)
+    (key,) = objects = rig.stored([1000])
     for other in (0, 1, 999, 1001, 2000):
         require(rig.get(key, other) is None, f"1000 bytes were loaded into a target of {other}")
     rig.expect(objects, "after loads of other lengths")
@@ -240,9 +236,7 @@ def keys_of_any_bytes(rig: StoreRig) -> None:
 @case(1)
 def storing_again_does_nothing(rig: StoreRig) -> None:
     """Storing an existing key again answers True, and keeps the first object."""
-    objects = rig.objects([3000])
-    (key,) = objects
-    rig.put(objects)
+    (key,) = objects = rig.stored([3000])
     rig.put({key: bytes(3000)})
     rig.expect(objects, "after other bytes were stored under its key")
 
@@ -278,8 +272,7 @@ def one_key_twice(rig: StoreRig) -> None:
 @case(1)
 def as_many_keys_as_declared(rig: StoreRig) -> None:
     """A call may have `max_keys` keys."""
-    objects = rig.objects([33] * min(rig.store.capabilities.max_keys, 1024))
-    rig.put(objects)
+    objects = rig.stored([33] * min(rig.store.capabilities.max_keys, 1024))
     loaded, targets = rig.load(objects)
     require(all(loaded) and all(rig.found(list(objects))), "not all objects are there")
     same = targets == list(objects.values())
@@ -289,12 +282,10 @@ def as_many_keys_as_declared(rig: StoreRig) -> None:
 @case(1, "deletes")
 def deleted_is_gone(rig: StoreRig) -> None:
     """`delete` removes and counts existing objects; their keys are free for other objects then."""
-    objects = rig.objects([10, 20_000])
-    rig.put(objects)
+    objects = rig.stored([10, 20_000])
     rig.expect(objects, "after store")
     keys = list(objects)
-    many = rig.objects([100] * min(MANY_KEYS, rig.store.capabilities.max_keys))
-    rig.put(many)
+    many = rig.stored([100] * min(MANY_KEYS, rig.store.capabilities.max_keys))
     count = rig.wait(rig.store.delete([*keys, rig.key()]), "delete")
     require(count == 2, f"two objects and an unknown key were deleted, the answer is {count}")
     require(rig.found(keys) == (False, False), "lookup finds deleted objects")
@@ -310,8 +301,7 @@ def deleted_is_gone(rig: StoreRig) -> None:
 @case(1, "small")
 def a_full_store_says_no(rig: StoreRig) -> None:
     """An object that can't fit is refused with False, without an error, and without other harm."""
-    small = rig.objects([1000])
-    rig.put(small)
+    small = rig.stored([1000])
     huge = rig.objects([(rig.store.usage().capacity or 0) + 1])
     answers = rig.ask_store(rig.objects([1000]) | huge)
     require(answers == [True, False], f"an object, and one larger than the store: {answers}")
@@ -340,8 +330,7 @@ def a_full_store_stays_right(rig: StoreRig) -> None:
 @case(1, "persistent")
 def outlives_close(rig: StoreRig) -> None:
     """Stored objects are there when the store is opened again."""
-    objects = rig.objects([1, 5000, 300_000])
-    rig.put(objects)
+    objects = rig.stored([1, 5000, 300_000])
     rig.reopen()
     rig.expect(objects, "after the store was opened again")
     require(all(rig.found(list(objects))), "lookup does not find what an earlier life stored")
@@ -366,8 +355,7 @@ def others_see_it(rig: StoreRig) -> None:
 @case(1, "door.get")
 def what_is_kept_is_what_was_stored(rig: StoreRig) -> None:
     """The back end, seen through the back door, holds the bytes that were stored."""
-    objects = rig.objects([1, 5000])
-    rig.put(objects)
+    objects = rig.stored([1, 5000])
     for key, data in objects.items():
         rig.compare(rig.door.get(key), data, "through the back door")
 

@@ -13,7 +13,7 @@ from kvbaton.errors import StoreError
 from kvbaton.testing.kit import require
 from kvbaton.testing.remote import start_worker
 from kvbaton.testing.remote_worker import remote_objects
-from kvbaton.testing.store_rig import StoreRig, case, views
+from kvbaton.testing.store_rig import StoreRig, case
 
 SIZE = 2 << 20
 COUNT = 3
@@ -142,9 +142,7 @@ def a_killed_reader(rig: StoreRig) -> None:
 def cut_objects(rig: StoreRig) -> None:
     """An object truncated to its first bytes is a miss, and can be stored again."""
     for left in (0, 1, 50_000, 99_999):
-        objects = rig.objects([100_000])
-        (key,) = objects
-        rig.put(objects)
+        (key,) = objects = rig.stored([100_000])
         rig.door.cut(key, left)
         require(rig.get(key, 100_000) is None, f"loaded, though cut to {left} bytes")
         if rig.store.capabilities.persistent:
@@ -158,9 +156,7 @@ def cut_objects(rig: StoreRig) -> None:
 def spoiled_objects(rig: StoreRig) -> None:
     """An object with one changed byte in the back end is a miss, and can be stored again."""
     for size in (1, 100_000):
-        objects = rig.objects([size])
-        (key,) = objects
-        rig.put(objects)
+        (key,) = objects = rig.stored([size])
         rig.door.spoil(key)
         require(rig.get(key, size) is None, f"loaded, though a byte of its {size} had changed")
         rig.put(objects)
@@ -171,16 +167,11 @@ def spoiled_objects(rig: StoreRig) -> None:
 def errors_are_told(rig: StoreRig) -> None:
     """While the back end fails, calls end with `StoreError`, and `health` says why."""
     # A miss or False would be believed, and an operator would see no error.
-    objects, more = rig.objects([1000]), rig.objects([1000])
-    (key,) = objects
-    rig.put(objects)
-    calls: dict[str, Callable[[], Future[Any]]] = {
-        "lookup": lambda: rig.store.lookup([key]),
-        "load": lambda: rig.store.load([key], views([bytearray(1000)])),
-        "store": lambda: rig.store.store(list(more), views(more.values())),
-    }
-    if rig.lacks("deletes") is None:
-        calls["delete"] = lambda: rig.store.delete([key])
+    (key,) = objects = rig.stored([1000])
+    more = rig.objects([1000])
+    calls = rig.every_call(objects) | {"store": rig.every_call(more)["store"]}
+    if rig.lacks("deletes") is not None:
+        del calls["delete"]
     if rig.lacks("claims") is None:
         calls["claim"] = lambda: cast(Claiming, rig.store).claim(list(more))
     rig.door.fail(True)

@@ -58,7 +58,7 @@ def hints_change_no_answer(rig: StoreRig) -> None:
     require(rig.found(list(objects)) == (True,) * len(objects), "stored with hints, but not found")
     put_with(rig, objects, [*hints[1:], hints[0]])
     rig.expect(objects, "stored again with other hints")
-    rig.put(others := rig.objects([300, 4000]))
+    others = rig.stored([300, 4000])
     rig.expect(others, "stored without hints")
 
 

@@ -229,14 +229,10 @@ def make_owner(weights: str) -> Owner:
 SIZE = 3000
 
 
-def _owner(rig: StoreRig) -> Owner:
-    return make_owner(weights=rig.key().hex())
-
-
 @case(4)
 def equals_share(rig: StoreRig) -> None:
     """Owners of equal identity, salt, adapter and layout share objects, whatever their sharding."""
-    owner = _owner(rig)
+    owner = make_owner(weights=rig.key().hex())
     objects = {key: rig.noise(SIZE) for key in owner.keys()}
     rig.put(objects)
     if rig.store.capabilities.persistent:
@@ -256,7 +252,7 @@ def _must_be_apart(rig: StoreRig, record: Mapping[str, str] = {}, **changes: Any
         record: Changed fields of the other owner's identity record.
         changes: Changed fields of the other owner.
     """
-    owner = _owner(rig)
+    owner = make_owner(weights=rig.key().hex())
     ours = {key: rig.noise(SIZE) for key in owner.keys()}
     rig.put(ours)
     keys = replace(owner, record=structs.replace(owner.record, **record), **changes).keys()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar, cast
@@ -31,6 +32,7 @@ from kvbaton.connectors.store import (
     Store,
     Usage,
 )
+from kvbaton.errors import StoreError
 from kvbaton.testing.kit import (
     SLOWER,
     Answers,
@@ -328,6 +330,12 @@ class StoreRig:
         answers = self.ask_store(objects, store)
         require(answers == [True] * len(objects), f"store of {len(objects)} objects said {answers}")
 
+    def stored(self, sizes: Iterable[int], store: Store | None = None) -> dict[bytes, bytes]:
+        """Random objects of these sizes, which are stored."""
+        objects = self.objects(sizes)
+        self.put(objects, store)
+        return objects
+
     def get(self, key: bytes, num_bytes: int, store: Store | None = None) -> bytes | None:
         """Load an object; None for a miss."""
         target = bytearray(b"\xa5") * num_bytes
@@ -339,6 +347,16 @@ class StoreRig:
         """Load objects in one call; returns the answers and the targets."""
         targets = targets_for(objects)
         return self.wait(self.store.load(list(objects), views(targets)), "load"), targets
+
+    def every_call(self, objects: Mapping[bytes, bytes]) -> dict[str, Callable[[], Future[Any]]]:
+        """Calls by name: they store, load, look up and delete all of the objects."""
+        keys, targets = list(objects), views(targets_for(objects))
+        return {
+            "store": partial(self.store.store, keys, views(objects.values())),
+            "load": partial(self.store.load, keys, targets),
+            "lookup": partial(self.store.lookup, keys),
+            "delete": partial(self.store.delete, keys),
+        }
 
     def store_each(self, objects: Mapping[bytes, bytes]) -> list[Future[list[bool]]]:
         """Start to store each object in a call of its own; returns the futures."""
@@ -430,9 +448,22 @@ def targets_for(objects: Mapping[bytes, bytes]) -> list[bytearray]:
     return [bytearray(len(data)) for data in objects.values()]
 
 
-def views(buffers: Iterable[bytearray | bytes]) -> list[Pieces]:
+def views(buffers: Iterable[Any]) -> list[Pieces]:
     """Each buffer as an object of one piece."""
     return [[memoryview(buffer)] for buffer in buffers]
+
+
+def timed_call(call: Callable[[], Future[T]], patience: float) -> tuple[T, float]:
+    """The answer to a call of a store, and the seconds that it took.
+
+    Raises:
+        StoreError: It failed, or took longer than `patience` seconds.
+    """
+    began = time.perf_counter()
+    try:
+        return call().result(patience), time.perf_counter() - began
+    except TimeoutError as error:
+        raise StoreError(f"a call is not done within {patience:g} s") from error
 
 
 def view_of(piece: Piece) -> memoryview:

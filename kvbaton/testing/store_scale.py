@@ -125,8 +125,7 @@ def _when_done(
 @case(2)
 def small_objects_in_a_race(rig: StoreRig) -> None:
     """Small objects that are stored and loaded by many concurrent calls are all right."""
-    objects = rig.objects([2000] * 32)
-    rig.put(objects)
+    objects = rig.stored([2000] * 32)
     end = time.monotonic() + RACE_S * rig.depth
     with _fast_switches():
         for number in itertools.count():
@@ -159,8 +158,7 @@ def thousands_of_objects(rig: StoreRig) -> None:
     batch = min(rig.store.capabilities.max_keys, 500)
     objects, end = dict[bytes, bytes](), time.monotonic() + STORE_S * rig.depth
     while len(objects) < MANY_OBJECTS and time.monotonic() < end:
-        some = rig.objects([64] * batch)
-        rig.put(some)
+        some = rig.stored([64] * batch)
         objects |= some
     whole = rig.store.usage().capacity is None
     for some in _batched(objects, batch):
@@ -182,8 +180,7 @@ def _batched(objects: dict[bytes, bytes], size: int) -> Iterator[dict[bytes, byt
 @case(5, slow=True)
 def thousands_of_loads(rig: StoreRig) -> None:
     """Loads leak no descriptor, no thread, and no memory."""
-    objects = rig.objects([64] * rig.at_once(64))
-    rig.put(objects)
+    objects = rig.stored([64] * rig.at_once(64))
     keys: Sequence[bytes] = [*objects, *(rig.key() for _ in range(8))][: rig.at_once(72)]
     targets = [bytearray(64) for _ in keys]
     pieces: Sequence[Pieces] = views(targets)

@@ -10,11 +10,12 @@ If the spec is only known while tests run, define a fixture named ``spec`` in th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 
-from kvbaton.testing.check import Subject
+from kvbaton.testing.check import Subject, make_subject
 from kvbaton.testing.kit import Case, CaseVerdict, KitBroke, Outcome
 
 
@@ -39,7 +40,8 @@ class _Suite:
 
     def check(self, spec: str, kind: str, case: Case[Any]) -> None:
         """Run a case and report its outcome to pytest."""
-        subject = Subject(spec, kind, type(self).back_door, self.depth)
+        subject = make_subject(spec, kind, depth=self.depth)
+        subject = replace(subject, back_door=type(self).back_door)
         tell_pytest(subject.run(case, self.limit))
 
 

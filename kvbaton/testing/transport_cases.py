@@ -308,13 +308,7 @@ def many_writes(pair: Pair) -> None:
         pair.compare("beside a second peer")
         pair.wait(lambda: pair.source.close(third), "the second peer is closed")
         _two_writers(pair, others)
-    pair.notices.clear()
-    rows = random_rows(pair.random, 150)
-    sent = [number.to_bytes(4, "little") for number in range(len(rows))]
-    handles = [pair.write([row], notice) for row, notice in zip(rows, sent, strict=True)]
-    for handle in reversed(handles):
-        pair.complete(handle)
-    pair.expect_notices(sent)
+    sent = pair.write_each(random_rows(pair.random, 150))
 
     def look() -> None:
         pair.poll()
@@ -510,13 +504,7 @@ def random_writes(pair: Pair) -> None:
     """Batches of random writes, many in flight, land whole, each with one notice."""
     end = time.monotonic() + 0.5 * pair.depth
     while time.monotonic() < end:
-        rows = random_rows(pair.random, int(pair.random.integers(2, 90)))
-        pair.notices.clear()
-        sent = [number.to_bytes(2, "little") for number in range(len(rows))]
-        handles = [pair.write([row], notice) for row, notice in zip(rows, sent, strict=True)]
-        for handle in handles:
-            pair.complete(handle)
-        pair.expect_notices(sent)
+        pair.write_each(random_rows(pair.random, int(pair.random.integers(2, 90))))
         pair.compare("in a random schedule")
 
 

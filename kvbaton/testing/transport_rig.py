@@ -188,6 +188,19 @@ class Pair(Polled):
         for start in range(0, len(rows), self.max_ranges):
             self.complete(self.write(rows[start : start + self.max_ranges], notice))
 
+    def write_each(self, rows: Sequence[Row]) -> list[bytes]:
+        """Post each row in a write of its own, all in flight; all must complete and be notified.
+
+        Returns the notices, of which each must have arrived exactly once.
+        """
+        self.notices.clear()
+        sent = [number.to_bytes(4, "little") for number in range(len(rows))]
+        handles = [self.write([row], notice) for row, notice in zip(rows, sent, strict=True)]
+        for handle in reversed(handles):
+            self.complete(handle)
+        self.expect_notices(sent)
+        return sent
+
     def expect_notices(self, sent: Sequence[bytes]) -> None:
         """Poll until as many notices have arrived; each must have arrived exactly once."""
         self.wait(lambda: len(self.notices) >= len(sent), f"{len(sent)} notices")

@@ -418,6 +418,29 @@ def test_the_plugin_refuses_a_wrong_spec(tmp_path: Path) -> None:
     assert "unknown transport 'nothing'" in said
 
 
+TELLS_LIMITS = """
+from kvbaton.testing.check import Subject
+
+run = Subject.run
+
+def told(self, case, limit):
+    print("limit:", limit)
+    return run(self, case, limit)
+
+Subject.run = told
+"""
+
+
+@pytest.mark.parametrize(("words", "limit"), [((), "None"), (("--kvbaton-limit", "9"), "9.0")])
+def test_the_plugins_own_limit_is_that_of_the_command(
+    tmp_path: Path, words: tuple[str, ...], limit: str
+) -> None:
+    """Without an option it grows on a busy machine."""
+    (tmp_path / "conftest.py").write_text(TELLS_LIMITS)
+    said = pytest_run(tmp_path, "--kvbaton-store", "memory", "-s", "-k", "L0.close-twice", *words)
+    assert f"limit: {limit}\n" in said, said
+
+
 def test_a_class_is_a_suite(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         "from kvbaton.testing.suite import StoreTests\n"
@@ -427,3 +450,17 @@ def test_a_class_is_a_suite(tmp_path: Path) -> None:
     said = pytest_run(tmp_path, "-k", "L0 or L3")
     assert "13 passed, 7 skipped" in said, said
     assert "not declared: persistent" in said
+
+
+def test_a_suite_leaves_out_what_the_connector_excludes(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(
+        "from kvbaton.connectors.stores.memory import MemoryStore\n"
+        "from kvbaton.testing.suite import StoreTests\n"
+        "class Mine(MemoryStore):\n"
+        "    kit_exclusions = {'L0.close-twice': 'it is closed once'}\n"
+        "class TestMine(StoreTests):\n"
+        "    spec = 'test_mine:Mine'\n"
+    )
+    said = pytest_run(tmp_path, "-k", "L0.close-twice or L0.not-open")
+    assert "1 passed, 1 skipped" in said, said
+    assert "excluded: it is closed once" in said

@@ -178,7 +178,7 @@ def test_evicted_objects_are_told_with_their_bytes(store: MemoryStore) -> None:
 
 def test_the_arena_can_be_pinned(store: MemoryStore) -> None:
     fill(store, 1)
-    memory = store.memory
+    memory = store.backend.memory
     assert (memory.num_bytes, memory.device) == (400, "cpu")
     assert body(0, 100) in ctypes.string_at(memory.address, memory.num_bytes)
 
@@ -188,7 +188,7 @@ def test_after_close_nothing_is_left(store: MemoryStore) -> None:
     store.close()
     assert store.health() == "not open"
     with pytest.raises(StoreError, match="not open"):
-        store.memory  # noqa: B018
+        store.backend.memory  # noqa: B018
     with pytest.raises(StoreError, match="not open"):
         store.load([key(0)], [cut(bytearray(100))])
     store.open()

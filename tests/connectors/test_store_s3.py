@@ -160,6 +160,23 @@ def test_claims(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         load_store(server.spec(claims=True, conditional=False))
 
 
+def test_a_store_that_fails_ends_its_claim(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    import obstore
+    from obstore.exceptions import BaseError
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BaseError("refused")
+
+    objects, url = make_objects(1, 1000, 26), "s3://bucket/failed"
+    with server.store(url=url, claims=True) as one, server.store(url=url, claims=True) as other:
+        assert wait(cast(Claiming, one).claim(list(objects))) == [True]
+        with monkeypatch.context() as broken:
+            broken.setattr(obstore, "put", refuse)
+            with pytest.raises(StoreError, match="refused"):
+                save(one, objects)
+        assert wait(cast(Claiming, other).claim(list(objects))) == [True]
+
+
 def test_secrets_stay_secret(caplog: pytest.LogCaptureFixture) -> None:
     options = {"url": "s3://b/x", "endpoint": f"http://{HOST}:{free_port()}", "retry_s": 0.1}
     store = load_store(f"s3:{json.dumps(options | {'options': S3_OPTIONS})}")

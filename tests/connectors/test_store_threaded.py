@@ -116,9 +116,9 @@ class Awaited(Gated):
     [
         (None, "box's back end, a NoneType, is not a Backend: it lacks capabilities, close"),
         (Unfinished(), "lacks close, contains, get, health, put, remove, usage"),
-        (Gated, "box's back end is the class Gated, not an object of it"),
+        (Gated, "box's back end, a type, is the class Gated, not an object of it"),
         (Declares(), "box's back end, a Declares, declares claims, but lacks claim"),
-        (Awaited(), "has a coroutine, get: its calls block; a client that is asynchronous"),
+        (Awaited(), "has a coroutine, get, but its calls block; a client that is asynchronous"),
         (Undeclared(), "a Undeclared, declares no valid capabilities: {'pins': False}"),
     ],
 )

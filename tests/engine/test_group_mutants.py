@@ -338,12 +338,11 @@ def computes_another_draft(self: Any, steps: Any) -> None:
 
 
 @breaks(Scheduler, "_accept", windows_hold)
-def caches_rejected_tokens(self: Any, scheduled: Any, sampled: Any) -> Any:
-    outputs = real_accept(self, scheduled, sampled)
+def caches_rejected_tokens(self: Any, scheduled: Any, accepted: int) -> None:
+    real_accept(self, scheduled, accepted)
     sequence = scheduled.sequence
-    if sequence.handle == scheduled.handle and not sequence.is_over:
+    if sequence.handle == scheduled.handle and sequence.finish_reason is None:
         sequence.num_computed = sequence.num_scheduled = len(sequence.tokens)
-    return outputs
 
 
 # --- and they are told ---

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvbaton.engine.block_memory import BlockMemory
-from kvbaton.engine.collectives import Alone, Shard
+from kvbaton.engine.collectives import Collectives, Shard
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.worker import WorkerSettings, pool_blocks
@@ -39,7 +39,7 @@ def test_nodes_of_one_gpu_have_a_share_each(
     config = EngineConfig(model=str(checkpoint()), gpu_memory_utilization=0.45)
     model = load_model_config(config.model, config.dtype)
     device = torch.device("cuda:0")
-    settings = WorkerSettings(config, model, Shard(0, 1, Alone(), False), device, 64, True)
+    settings = WorkerSettings(config, model, Shard(0, 1, Collectives(), False), device, 64, True)
     if blocks is None:
         with pytest.raises(ConfigError, match="--gpu-memory-utilization: the KV pool has 0 blocks"):
             pool_blocks(settings, reserve=7 * GIB)

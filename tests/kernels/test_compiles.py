@@ -293,18 +293,29 @@ for keys, values in ((128, 128), (64, 192)):
 """
 
 SUMS = """
-from kvbaton.kernels import peer_all_reduce
+from triton import language as tl
 
-for size, lanes, rounds in ((2, 2, 4), (3, 4, 1), (4, 4, 1), (8, 8, 1)):
+from kvbaton.kernels import few_rows_all_reduce, peer_all_reduce
+
+for size, lanes in ((2, 2), (3, 4), (8, 8)):
     kinds = dict(tensor="*bf16", out="*bf16", inboxes=("*bf16",) * size, flags="*i32")
     kinds |= dict(flags_at="*i64", rounds="*i32", waiting="*i32", count="i32")
-    sizes = dict(RANK=1, SIZE=size, LANES=lanes, PART=1 << 20, BLOCK=2048)
-    once = sizes | dict(ROUNDS=rounds, PROGRAMS=1024)
-    for kernel, given, meetings in ((peer_all_reduce._kernel, once, 1),
-                                    (peer_all_reduce._shared_kernel, sizes, 2)):
-        ptx = check(kernel, kinds, given, num_warps=4)
-        for flag in ("sys.release.exch", "sys.acquire.add"):
-            assert ptx.count(flag) == meetings, size  # of all ranks at once
+    sizes = dict(RANK=1, SIZE=size, LANES=lanes, AREA=8192, PROGRAMS=512, PARTS=4)
+    ptx = check(peer_all_reduce._shared_kernel, kinds, sizes | dict(BLOCK=2048), num_warps=4)
+    for flag in ("sys.release.exch", "sys.acquire.add"):
+        assert ptx.count(flag) == 2, size  # of all ranks at once
+    kinds |= dict(residual="*bf16", weight="*bf16", eps="fp32")
+    for width, block, norm in ((4096, 4096, False), (5120, 8192, True)):
+        sizes |= dict(WIDTH=width, BLOCK=block, NORM=norm, WEIGHT_OFFSET=0.0)
+        most = peer_all_reduce.REGISTERS * block // 4096
+        ptx = check(peer_all_reduce._kernel, kinds, sizes, num_warps=8, maxnreg=most)
+        assert (ptx.count("sys.release.exch"), ptx.count("sys.acquire.add")) == (2, 1), size
+    kinds = dict.fromkeys(("tensor", "out", "residual", "weight", "rounds", "waiting"), "*i32")
+    kinds |= dict(inboxes=("*i64",) * size, eps="fp32")
+    sizes = dict(RANK=1, SIZE=size, PARTS=2, ROWS=32, AREA=4096, WIDTH=5120, WORDS=2560, BLOCK=4096)
+    sizes |= dict(DTYPE=tl.bfloat16, HALVES=True, WEIGHT_OFFSET=0.0)
+    ptx = check(few_rows_all_reduce._kernel, kinds, sizes, num_warps=8)
+    assert "ld.volatile.global.b64" in ptx and "atom" not in ptx  # a word and its flag at once
 """
 
 SAMPLING = """

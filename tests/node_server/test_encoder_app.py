@@ -14,7 +14,7 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.server.config import NodeConfig
 from kvbaton.server.frontend import FrontendConfig
-from kvbaton.server.node_app import app_for_role, make_encoder_app
+from kvbaton.server.node_app import app_for_role, make_node_app
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
 from tests.node_server.conftest import Node
@@ -44,7 +44,8 @@ BODY = {
 @pytest.fixture
 async def encoder(tokenizer: Tokenizer) -> AsyncIterator[Node]:
     client = ScriptedClient(tokenizer)
-    app = make_encoder_app(client, FrontendConfig(model_name="tiny"), vision=VISION)
+    config = FrontendConfig(model_name="tiny")
+    app = make_node_app(client, Tokenizer.of_nothing(), config, role="encode", encodes=VISION)
     runner, port = await listen(app, "127.0.0.1", 0, grace_s=1.0)
     async with ClientSession(f"http://127.0.0.1:{port}") as session:
         yield Node(client, session)

@@ -16,7 +16,7 @@ from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams, Tr
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RelayTimers
 from kvbaton.router.node_request import NodeError, NodeRequest
-from kvbaton.router.relay import Action, AskNode, CancelNode, Finished, RequestRelay
+from kvbaton.router.relay import MARKS_S, Action, AskNode, CancelNode, Finished, RequestRelay
 from kvbaton.router.route import Route
 from kvbaton.types import TokenLogprobs
 
@@ -719,8 +719,8 @@ def test_a_source_whose_times_do_not_come_costs_no_attempt(dies: bool) -> None:
     if dies:
         bench.fail("source", lost=True)
     else:
-        assert bench.relay.next_deadline() == bench.now + TIMERS.marks_s
-        bench.wait(TIMERS.marks_s)
+        assert bench.relay.next_deadline() == bench.now + MARKS_S
+        bench.wait(MARKS_S)
     assert isinstance(bench.end, Finished)
     assert bench.tokens() == [10, 11]
     assert [asked.side for asked in bench.started] == ["source", "target"]

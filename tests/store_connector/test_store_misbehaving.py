@@ -232,7 +232,7 @@ def test_cancelled_loads_are_not_missing(nodes: Nodes, box: Box) -> None:
         (spec_of(NoCapabilities), "declares no valid capabilities"),
         (spec_of(NoKeys), "declares no valid capabilities"),
         (spec_of(OwnName), "the name 'OwnName \"shelf\"' of a store can't be a metric's label"),
-        (spec_of(NoName), "the name None of a store can't be a metric's label"),
+        (spec_of(NoName), "NoName is not a Store: it lacks name"),
         ('memory:{"name": "a\\nb"}', "the name 'a\\nb' of a store can't be a metric's label"),
         (spec_of(RoundKeys), "declares max_keys=16.0, which is no int"),
         (spec_of(OpenTimesOut), "can't open OpenTimesOut: TimeoutError: no answer from 10.0.0.7"),

@@ -15,8 +15,9 @@ import torch
 import transformers
 
 from kvbaton.engine.encoder.pool import EncoderPool
-from kvbaton.engine.model_config import VisionConfig, load_model_config
+from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import ItemRows
+from kvbaton.engine.vision_config import VisionConfig
 from kvbaton.messages.engine import Item, SamplingParams
 from kvbaton.types import ENCODER_BLOCK_ROWS
 from tests.support.encoder_items import item_of, values_of

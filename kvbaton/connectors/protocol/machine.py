@@ -19,9 +19,6 @@ from kvbaton.messages import UNREADABLE, control
 from kvbaton.messages.control import RankCard
 from kvbaton.types import Attempt, NodeId, TransferTimers
 
-Layouts = Sequence[Sequence[KVLayout]]
-"""Per rank, one layout per group."""
-
 MAX_RANKS = 1024
 MAX_GROUPS = 64
 MAX_BLOCK_SIZE = 1 << 16
@@ -429,9 +426,8 @@ class Machine(Alarms, Generic[RecordT, SessionT]):
     ) -> None:
         """Send a message about an attempt, in the session that it is bound to."""
         record.story.append((self.now, f"> {kind.__name__}"))
-        name, session = record.name, record.session
-        assert session is not None, f"{name} is bound to no session"
-        self.send(session, kind, transfer_id=name.transfer_id, attempt=name.number, **fields)
+        fields |= {"transfer_id": record.name.transfer_id, "attempt": record.name.number}
+        self.send(record.bound_to, kind, **fields)
 
     def admit(self, session: Session, link: Link, seq: int) -> bool:
         """Whether a message is newer than all before it; if so, replies use its link from now."""

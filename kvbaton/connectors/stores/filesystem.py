@@ -255,7 +255,7 @@ class Files(ClientBackend):
         """See `Namespaced.clear`; it reads the header of every entry."""
         paths = [path for path, labels, _ in self._labelled() if labels.namespace == namespace]
         with self._accessing("delete from"):
-            return self._space.remove(paths)[0]
+            return self._space.remove(paths)
 
     def _labelled(self) -> Iterator[tuple[str, EntryLabels, int]]:
         """Path, labels and bytes, header included, of every entry with a readable header."""
@@ -322,7 +322,7 @@ class Files(ClientBackend):
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `Backend.remove`."""
         with self._accessing("delete from"):
-            return self._space.remove([self._path(key) for key in dict.fromkeys(keys)])[0]
+            return self._space.remove([self._path(key) for key in dict.fromkeys(keys)])
 
     def _read(self, path: str, key: bytes, target: Pieces, now: float) -> bool:
         # Non-blocking: never wait for a pipe that somebody put there.

@@ -31,7 +31,7 @@ import numpy as np
 from msgspec import Struct
 
 from kvbaton.connectors.store import CLAIM_S, Hints, Pieces
-from kvbaton.connectors.stores.arena_copies import cut
+from kvbaton.connectors.stores.arena_copies import copy, cut
 from kvbaton.connectors.stores.filesystem_space import closing_file, remove_file
 
 logger = logging.getLogger(__name__)
@@ -202,11 +202,10 @@ class EntryBuffer(threading.local):
         num_bytes = sum(map(len, source))
         start = start_of(num_bytes)
         first, rest = _cut(source, start, num_bytes)
+        end = start + sum(map(len, first))
         self._pages[:start] = header(key, num_bytes, start, labels)
-        for piece in first:
-            self._pages[start : start + len(piece)] = piece
-            start += len(piece)
-        return [self._pages[:start], *rest]
+        copy([self._pages[start:end]], first)
+        return [self._pages[:end], *rest]
 
     def read(
         self, mover: FileMover, file: int, size: int, key: bytes, target: Pieces
@@ -225,9 +224,7 @@ class EntryBuffer(threading.local):
             if mover.move(file, [self._pages[:end], *rest], write=False):
                 found = self._check(key, num_bytes, start)
                 if found is not None:
-                    for piece in first:
-                        piece[:] = self._pages[start : start + len(piece)]
-                        start += len(piece)
+                    copy(first, [self._pages[start:end]])
                     return found
         if size < HEADER_BYTES or not mover.move(file, [self._pages[:size]], write=False):
             return None

@@ -181,23 +181,23 @@ class SpaceManager:
             done += self._rename(files[done:])
         return done
 
-    def remove(self, paths: Sequence[str], *, spare: bool = False) -> tuple[int, int]:
-        """Remove entries, or make spare files of them; returns their number and bytes."""
-        gone = np.zeros(2, np.int64)
+    def remove(self, paths: Sequence[str], *, spare: bool = False) -> int:
+        """Remove entries, or make spare files of them; returns how many were there."""
+        gone = 0
         for start in range(0, len(paths), _BATCH):
             with self._account() as rows:
                 for path in paths[start : start + _BATCH]:
                     with suppress(FileNotFoundError):  # another process was faster
-                        change = (1, os.stat(path).st_size)
+                        num_bytes = os.stat(path).st_size
                         if spare:
                             os.rename(path, kept := self._temporary())
                             os.utime(kept)  # an old mtime would look like a dead writer's
-                            self._recycled.add(kept, change[1])
+                            self._recycled.add(kept, num_bytes)
                         else:
                             os.unlink(path)
-                        rows[_folder_of(path)] -= change
-                        gone += change
-        return int(gone[0]), int(gone[1])
+                        rows[_folder_of(path)] -= (1, num_bytes)
+                        gone += 1
+        return gone
 
     def make_room(self, num_bytes: int, deadline: float | None) -> bool:
         """Evict until `num_bytes` more keep the limit; False if that fails or takes too long.
@@ -257,7 +257,7 @@ class SpaceManager:
         return corrected
 
     def _remove_oldest(self, num_bytes: int, *, spare: bool) -> bool:
-        """Remove entries from the list of the oldest; returns whether anything was freed."""
+        """Remove entries from the list of the oldest; returns whether there were any."""
         # Locking the account for each single entry would cost more than removing it.
         goal = max(num_bytes, (self.usage.num_bytes or 0) // PART)
         victims = list[str]()
@@ -267,9 +267,9 @@ class SpaceManager:
             if status is not None and status.st_mtime_ns == entry.mtime_ns:  # not used since
                 victims.append(entry.path)
                 goal -= entry.num_bytes
-        freed = self.remove(victims, spare=spare)[1] > 0
+        gone = self.remove(victims, spare=spare)
         self._evicted(victims)
-        return freed
+        return gone > 0
 
     def paths(self) -> Iterator[str]:
         """Paths of all entries."""

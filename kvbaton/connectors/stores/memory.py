@@ -97,11 +97,6 @@ class MemoryStore(ThreadedStore):
         self.on_forget: Callable[[Sequence[bytes]], None] | None = None
         """See `Forgetting`."""
 
-    @property
-    def memory(self) -> Memory:
-        """The arena as one contiguous memory, from `open` to `close`."""
-        return self.backend.memory
-
     def register(self, regions: AnyPieces) -> None:
         """See `Registering.register`; only GPU memory has an effect.
 
@@ -217,7 +212,7 @@ class Arena:
 
     @property
     def memory(self) -> Memory:
-        """See `MemoryStore.memory`."""
+        """The arena as one contiguous memory, from `open` to `close`."""
         if self._bytes is None:
             raise StoreError("the memory store is not open")
         return Memory(self._bytes.ctypes.data, self._max_bytes, owner=self._bytes)

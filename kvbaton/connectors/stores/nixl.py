@@ -79,9 +79,10 @@ class NixlStore(ThreadedStore):
     ) -> None:
         values = {key: str(value) for key, value in (params or {}).items()}
         self._plugin = NixlPlugin(backend, values, _OBJECT if path is None else _FILE)
-        kept: NixlFiles | NixlObjects
+        kept: Files | NixlObjects
         if path is not None:
-            kept = NixlFiles(self._plugin, path, max_bytes, touch_seconds)
+            mover = NixlMover(self._plugin)
+            kept = Files(path, max_bytes, mover, fsync=False, touch_seconds=touch_seconds)
             self.directory = kept.root
         elif max_bytes is None:
             kept = NixlObjects(self._plugin)
@@ -90,9 +91,19 @@ class NixlStore(ThreadedStore):
         super().__init__(name, kept, threads=threads)
         self.load_limit = self.store_limit = ONE
 
+    def open(self) -> None:
+        """See `Store.open`; loads the plugin."""
+        self._plugin.open()
+        super().open()
+
     def register(self, regions: Sequence[memoryview]) -> None:
         """See `Registering.register`."""
         self._plugin.register(regions)
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        super().close()
+        self._plugin.close()
 
 
 class NixlPlugin:
@@ -235,28 +246,6 @@ class NixlMover(FileMover):
         return True
 
 
-class NixlFiles(Files):
-    """The backend of a `NixlStore` with a directory."""
-
-    def __init__(
-        self, plugin: NixlPlugin, path: str, max_bytes: int | None, touch_seconds: float
-    ) -> None:
-        super().__init__(
-            path, max_bytes, NixlMover(plugin), fsync=False, touch_seconds=touch_seconds
-        )
-        self._plugin = plugin
-
-    def open(self) -> None:
-        """See `Files.open`."""
-        self._plugin.open()
-        super().open()
-
-    def close(self) -> None:
-        """See `Files.close`."""
-        super().close()
-        self._plugin.close()
-
-
 class NixlObjects(ClientBackend):
     """The backend of a `NixlStore` without a directory."""
 
@@ -267,20 +256,13 @@ class NixlObjects(ClientBackend):
         self._numbers = itertools.count(1)
 
     def open(self) -> None:
-        """Load the plugin and look up an object, to reach its service.
+        """Look up an object, to reach the plugin's service.
 
         Raises:
-            ConfigError: See `NixlPlugin.open`.
             StoreError: The service can't be reached.
         """
-        self._plugin.open()
         with self._asking("look into"):
             self._plugin.exist(["none"])
-
-    def close(self) -> None:
-        """See `Backend.close`."""
-        super().close()
-        self._plugin.close()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`."""

@@ -159,22 +159,24 @@ class S3Objects(ClientBackend):
 
     def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
         """See `Backend.put`: the bytes are sent only if the object is not there yet."""
-        [held] = self._sizes([key])
-        if held != SEAL_BYTES + sum(map(len, source)):
-            # An object of another length is of no use to current readers: replace it.
-            create = self._conditional and held is None
-            labels = {"namespace": hints.namespace, "tenant": hints.tenant}
-            # It exists: another client was faster, or the answer to a first attempt was lost.
-            with self._asking("write to"), suppress(AlreadyExistsError):
-                obstore.put(
-                    self._bucket,
-                    _path(key),
-                    [seal(key, source), *source],
-                    attributes={name: label for name, label in labels.items() if label},
-                    mode="create" if create else "overwrite",
-                    use_multipart=False,
-                )
-        self._drop([key])
+        try:
+            [held] = self._sizes([key])
+            if held != SEAL_BYTES + sum(map(len, source)):
+                # An object of another length is of no use to current readers: replace it.
+                create = self._conditional and held is None
+                labels = {"namespace": hints.namespace, "tenant": hints.tenant}
+                # It exists: another client was faster, or the answer to a first attempt was lost.
+                with self._asking("write to"), suppress(AlreadyExistsError):
+                    obstore.put(
+                        self._bucket,
+                        _path(key),
+                        [seal(key, source), *source],
+                        attributes={name: label for name, label in labels.items() if label},
+                        mode="create" if create else "overwrite",
+                        use_multipart=False,
+                    )
+        finally:
+            self._drop([key])
         return True
 
     def remove(self, keys: Sequence[bytes]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +15,7 @@ from weakref import WeakSet
 
 import xxhash
 
-from kvbaton.connectors.registry import first_coroutine
+from kvbaton.connectors.registry import check_members
 from kvbaton.connectors.store import NO_HINTS, Found, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.errors import ConfigError, StoreError
@@ -112,27 +111,19 @@ _DECLARED = {
 """Required methods of `DeclaredBackend`, by capability."""
 
 
-def _check_backend(name: str, backend: object) -> None:
-    if inspect.isclass(backend):
-        what = f"the class {backend.__name__}, not an object of it"
-        raise ConfigError("--store", f"{name}'s back end is {what}")
-    told = f"{name}'s back end, a {type(backend).__name__},"
-    if missing := _lacks(backend, dir(Backend)):
-        raise ConfigError("--store", f"{told} is not a Backend: it lacks {missing}")
-    if (call := first_coroutine(backend, Backend)) is not None:
-        what = f"has a coroutine, {call}: its calls block; a client that is asynchronous"
-        what += " itself needs a Store, whose calls return futures of `concurrent.futures`"
-        raise ConfigError("--store", f"{told} {what}")
-    able = getattr(backend, "capabilities", None)
-    if not isinstance(able, StoreCapabilities):
-        raise ConfigError("--store", f"{told} declares no valid capabilities: {able!r}")
+_BLOCKS = (
+    "but its calls block; a client that is asynchronous itself needs a Store, whose calls return "
+    "futures of `concurrent.futures`"
+)
+
+
+def _check_backend(name: str, backend: Backend) -> None:
+    who = f"{name}'s back end, a {type(backend).__name__},"
+    check_members("--store", who, backend, Backend, StoreCapabilities, _BLOCKS)
     for capability, names in _DECLARED.items():
-        if getattr(able, capability) and (missing := _lacks(backend, names)):
-            raise ConfigError("--store", f"{told} declares {capability}, but lacks {missing}")
-
-
-def _lacks(thing: object, names: Iterable[str]) -> str:
-    return ", ".join(name for name in names if name[0] != "_" and not hasattr(thing, name))
+        missing = ", ".join(method for method in names if not hasattr(backend, method))
+        if getattr(backend.capabilities, capability) and missing:
+            raise ConfigError("--store", f"{who} declares {capability}, but lacks {missing}")
 
 
 def usage_by_namespace(found: Iterable[tuple[str, str, int]]) -> dict[str, Usage]:

@@ -256,8 +256,8 @@ class TieredStore(ComposedStore):
             if ticket is not None and self.driver is not None:
                 self.driver.post(tier.release, ticket)
 
-        async def look(tier: Tier, left: list[int]) -> Sequence[bool] | None:
-            call = partial(tier.store.lookup, [keys[i] for i in left], **options)
+        async def look(tier: Tier, left: list[bytes]) -> Sequence[bool] | None:
+            call = partial(tier.store.lookup, left, **options)
             found = await tier.ask(call, len(left), self._lookup_s, partial(late, tier))
             if found is None:
                 return None
@@ -265,19 +265,14 @@ class TieredStore(ComposedStore):
                 tickets.append((tier, found.ticket))
             return found.present
 
-        return await self._in_turn(keys, look)
+        return await self._in_turn(look, keys)
 
     @override
     async def on_load(self, keys: list[bytes], targets: list[Pieces]) -> list[bool]:
         self._to_prefetch.difference_update(keys)
         await self._settled(keys)
         deletes = self._deletes
-
-        async def load(tier: Tier, left: list[int]) -> Sequence[bool] | None:
-            some, there = [keys[i] for i in left], [targets[i] for i in left]
-            return await tier.load(some, there)
-
-        depths = await self._in_turn(keys, load)
+        depths = await self._in_turn(Tier.load, keys, targets)
         for depth, tier in enumerate(self.tiers):
             came = [i for i, found in enumerate(depths) if found == depth]
             tier.hits += len(came)
@@ -298,12 +293,8 @@ class TieredStore(ComposedStore):
         self._remember(sources)
         if self._write == "through":
             return await self._store_in(self.tiers, keys, sources, hints)
-
-        async def store(tier: Tier, left: list[int]) -> Sequence[bool] | None:
-            some, data = [keys[i] for i in left], [sources[i] for i in left]
-            return await tier.save(some, data, [hints[i] for i in left])
-
-        return [depth is not None for depth in await self._in_turn(keys, store)]
+        depths = await self._in_turn(Tier.save, keys, sources, hints)
+        return [depth is not None for depth in depths]
 
     async def _store_in(
         self,
@@ -348,9 +339,17 @@ class TieredStore(ComposedStore):
             self._deleting -= Counter(keys)
 
     async def _in_turn(
-        self, keys: list[bytes], ask: Callable[[Tier, list[int]], Awaitable[Sequence[bool] | None]]
+        self,
+        ask: Callable[..., Awaitable[Sequence[bool] | None]],
+        keys: list[bytes],
+        *more: list[Any],
     ) -> list[int | None]:
         """Ask one tier after the other for the remaining objects; per object the one with True.
+
+        Args:
+            ask: Asks a tier; gets those of `keys`, and of each list of `more`, that remain.
+            keys: Keys of the objects.
+            more: Further arguments, one per key.
 
         Raises:
             StoreError: No tier answered.
@@ -361,7 +360,8 @@ class TieredStore(ComposedStore):
             answered = False
             for depth, tier in enumerate(self.tiers):
                 left = [i for i, found in enumerate(depths) if found is None]
-                answer = await ask(tier, left) if left else ()
+                some = ([column[i] for i in left] for column in (keys, *more))
+                answer = await ask(tier, *some) if left else ()
                 if answer is not None:
                     answered = True
                     for i, yes in zip(left, answer, strict=True):

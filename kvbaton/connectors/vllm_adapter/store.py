@@ -80,7 +80,7 @@ class VllmStore(ThreadedStore):
         capabilities = StoreCapabilities(
             persistent=persistent, shared=shared, pins=False, deletes=False
         )
-        super().__init__(name, ConnectorBlocks(connector, driver, capabilities), threads=1)
+        super().__init__(name, ConnectorBlocks(driver, capabilities), threads=1)
 
 
 class _Part(NamedTuple):
@@ -93,9 +93,8 @@ class _Part(NamedTuple):
 class ConnectorBlocks(ClientBackend):
     """The backend of `VllmStore`. A connector supports one caller, so calls are serialised."""
 
-    def __init__(self, path: str, driver: ConnectorDriver, capabilities: StoreCapabilities) -> None:
+    def __init__(self, driver: ConnectorDriver, capabilities: StoreCapabilities) -> None:
         self.capabilities = capabilities
-        self._path = path
         self._driver = driver
         self._turn = threading.Lock()
 
@@ -209,5 +208,5 @@ class ConnectorBlocks(ClientBackend):
     @contextmanager
     def _calling_connector(self) -> Iterator[None]:
         """Exclusive use of the connector; its errors become `StoreError`."""
-        with self._turn, self._calling(self._path, Exception):
+        with self._turn, self._calling(self._driver.path, Exception):
             yield

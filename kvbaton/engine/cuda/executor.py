@@ -6,7 +6,7 @@ from itertools import permutations
 
 import torch
 
-from kvbaton.engine.collectives import Alone, Collectives, Shard
+from kvbaton.engine.collectives import Collectives, Shard
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.cuda.nccl import NcclCollectives, make_unique_id
 from kvbaton.engine.cuda.rank_process import RankProcess
@@ -16,7 +16,7 @@ from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.worker import WorkerSettings, choose_device
 from kvbaton.engine.worker_process import PATIENCE_S
 from kvbaton.errors import ConfigError
-from kvbaton.kernels.peer_all_reduce import peer_memories
+from kvbaton.kernels.peer_memory import peer_memories
 
 
 def cuda_executor(
@@ -42,7 +42,9 @@ def cuda_executor(
         return WorkerSettings(config, model_config, shard, devices[rank], max_model_len, track_sums)
 
     if size == 1:
-        return Executor(WorkerGroup([CallerThread()]), lambda _: CudaWorker(settings(0, Alone())))
+        return Executor(
+            WorkerGroup([CallerThread()]), lambda _: CudaWorker(settings(0, Collectives()))
+        )
 
     pairs = permutations(range(size), 2)
     reachable = all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
@@ -51,7 +53,8 @@ def cuda_executor(
     collectives = NcclCollectives(0, size, unique_id, peers[0])
     # Started by this thread: they end with the thread that starts them, as ranks' threads do.
     processes = [
-        RankProcess(settings(rank, Alone()), unique_id, peers[rank]) for rank in range(1, size)
+        RankProcess(settings(rank, Collectives()), unique_id, peers[rank])
+        for rank in range(1, size)
     ]
 
     def make(rank: int) -> Worker:

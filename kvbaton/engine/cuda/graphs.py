@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from kvbaton.engine.cuda.sequences import CudaSequences
+from kvbaton.engine.sampler import WORDS
 from kvbaton.engine.upload import upload_into
 
 Step = Callable[[Tensor], tuple[Tensor, Tensor]]
-COLUMNS = 13
-"""Number of inputs per sequence: row, position, rotary position, and `Sampling`'s other fields."""
+COLUMNS = 5 + WORDS
+"""Number of inputs per sequence: row, position, rotary position, index of the choice, number of
+prompt tokens, and its words of `sampling_words`."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -38,7 +40,7 @@ class DecodeGraphs:
     """Captures a decode step once per batch size, and replays it.
 
     Args:
-        step: Step to capture; takes [13, batch] int64, as made by `CudaRunner`.
+        step: Step to capture; takes [COLUMNS, batch] int64, as made by `CudaRunner`.
         sequences: Owner of the device tensors that the step uses; when these have moved, graphs are
             captured again.
         max_num_seqs: Largest batch size.

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kvbaton.engine.collectives import AbortedError, Collectives
-from kvbaton.kernels.peer_all_reduce import PeerMemory, peer_all_reduce
+from kvbaton.kernels.peer_all_reduce import peer_all_reduce, peer_all_reduce_norm
+from kvbaton.kernels.peer_memory import PeerMemory
 
 DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 """`ncclDataType_t` of nccl.h."""
@@ -72,7 +73,6 @@ class NcclCollectives(Collectives):
         self._library, self._lock = _library(), threading.Lock()
         self._handle = ctypes.c_void_p()
         self._open = True
-        self._later = False
 
     def connect(self) -> None:
         """See `Collectives.connect`; on the current device. This wait can't be aborted."""
@@ -87,32 +87,35 @@ class NcclCollectives(Collectives):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Collectives.all_reduce`."""
-        if self._later:
-            self._beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._beside):
-                return self.nccl_all_reduce(tensor)
         if self._peers is not None and self._peers.fits(tensor):
             self._check_open()
             return peer_all_reduce(tensor, self._peers)
         return self.nccl_all_reduce(tensor)
+
+    def all_reduce_norm(
+        self, tensor: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float
+    ) -> Tensor:
+        """See `Collectives.all_reduce_norm`."""
+        if self._peers is not None and self._peers.fits_norm(tensor):
+            self._check_open()
+            return peer_all_reduce_norm(tensor, self._peers, residual, weight, eps, weight_offset)
+        return super().all_reduce_norm(tensor, residual, weight, eps, weight_offset)
 
     def nccl_all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum with NCCL in place, whatever the size."""
         self._call("ncclAllReduce", tensor, tensor, SUM)
         return tensor
 
-    def later(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """See `Collectives.later`; the current stream waits once the result is taken."""
-        self._later = True
-        try:
-            result = compute()
-        finally:
-            self._later = False
+    def all_reduce_later(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """See `Collectives.all_reduce_later`; the current stream waits once the sum is taken."""
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            self.nccl_all_reduce(tensor)
         summed = self._beside.record_event()
 
         def wait() -> Tensor:
             torch.cuda.current_stream().wait_event(summed)
-            return result
+            return tensor
 
         return wait
 

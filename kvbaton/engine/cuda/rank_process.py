@@ -19,7 +19,7 @@ from kvbaton.engine.cuda.worker import CudaWorker
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.worker import WorkerSettings
 from kvbaton.engine.worker_process import START_S, WorkerProcess
-from kvbaton.kernels.peer_all_reduce import PeerMemory
+from kvbaton.kernels.peer_memory import PeerMemory
 
 
 class RankProcess(WorkerProcess):

@@ -21,11 +21,11 @@ from kvbaton.engine.cuda.sequences import CudaSequences
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.runner import Ints, Runner, StepOutput
+from kvbaton.engine.sampler import sampling_from
 from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.engine.upload import upload
-from kvbaton.kernels.penalties import Penalties
 from kvbaton.kernels.prefill_attention import PrefillBatch
-from kvbaton.kernels.sample_tokens import Sampling, sample_tokens
+from kvbaton.kernels.sample_tokens import sample_tokens
 
 SHORT_CONTEXT = 2048
 """Context in tokens below which tables are cut: the prefill kernel then takes smaller tiles."""
@@ -126,12 +126,11 @@ class CudaRunner(Runner):
             self._sample(output, rows, starts + 1, hidden, np.arange(1, len(rows) + 1))
 
     def _columns(self, rows: Ints, positions: Ints) -> Ints:
-        """Inputs of `_decode_step`: [13, sequences] int64; floats are stored as their bits."""
+        """Inputs of `_decode_step`: [5 + WORDS, sequences] int64."""
         of = self.sequences
-        whole = of.seeds, of.choices, of.top_ks, of.num_prompt
-        floats = of.temperatures, of.top_ps, of.min_ps, of.repetitions, of.presences, of.frequencies
-        told = [x[rows].view(np.int64) for x in (*whole, *floats)]
-        return np.stack((rows, positions, positions + of.deltas[rows], *told))
+        turned = positions + of.deltas[rows]
+        known = of.choices[rows], of.num_prompt[rows]
+        return np.vstack((rows, positions, turned, *known, of.words[rows].T))
 
     def _decode_step(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Compute one token of each sequence, without the host.
@@ -246,27 +245,17 @@ class CudaRunner(Runner):
         At most `max_num_seqs` rows are sampled at a time; with drafts there are more rows.
         """
         logits, most = self.model.narrow_logits(hidden), len(self.token_counts)
+        known = self.sequences.tokens
         parts = (
             torch.split(logits, most),
             torch.split(columns, most, 1),
             torch.split(positions, most),
         )
         tokens = [
-            sample_tokens(part, self._sampling(*of_part))
-            for part, *of_part in zip(*parts, strict=True)
+            sample_tokens(part, sampling_from(told[3:], at, told[0], known, self.token_counts))
+            for part, told, at in zip(*parts, strict=True)
         ]
         return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
-
-    def _sampling(self, columns: Tensor, positions: Tensor) -> Sampling:
-        rows, _, _, seeds, choices, top_ks, num_prompt, *floats = columns.unbind()
-        temperatures, top_ps, min_ps, repetitions, presences, frequencies = (
-            x.view(torch.float64) for x in floats
-        )
-        penalties = Penalties(
-            repetitions, presences, frequencies, num_prompt, positions, rows,
-            self.sequences.tokens, self.token_counts,
-        )  # fmt: skip
-        return Sampling(temperatures, seeds, positions, choices, top_ks, top_ps, min_ps, penalties)
 
     def _gather(self, blocks: Ints, offsets: Ints) -> Tensor:
         if self._far_stream is None or self.encoder is None:

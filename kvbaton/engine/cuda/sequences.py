@@ -9,15 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvbaton.engine.sampler import GREEDY_BELOW, SEED_MASK, has_penalties
+from kvbaton.engine.sampler import WORDS, sampling_words
 from kvbaton.engine.sequences import Sequences
 from kvbaton.engine.upload import lend
 from kvbaton.messages.engine import SamplingParams
-
-OF_SAMPLING = (
-    "plain", "temperatures", "seeds", "top_ks", "top_ps", "min_ps", "repetitions", "presences",
-    "frequencies",
-)  # fmt: skip
 
 
 class CudaSequences(Sequences):
@@ -30,27 +25,15 @@ class CudaSequences(Sequences):
         device_tables: [rows, groups, max_blocks] int32, `tables` as of the last `flush`. Entries
             beyond a sequence's blocks may be left from an earlier one.
         spare_row: A row without sequence, for padding.
-        plain: [rows], whether the row is sampled with the following fields alone.
-        temperatures: [rows] float64, 0 for greedy.
-        seeds: [rows] int64, the bits of the 64-bit seed.
-        top_ks: [rows] int64, 0 for all.
-        top_ps: [rows] float64.
-        min_ps: [rows] float64.
-        repetitions: [rows] float64, repetition penalties; 0 for a row without penalties of any
-            kind.
-        presences: [rows] float64, presence penalties.
-        frequencies: [rows] float64, frequency penalties.
+        plain: [rows], whether the row is sampled with `words` alone.
+        words: [rows, WORDS] int64, see `sampling_words`.
         version: Changes when device tensors have moved.
     """
 
     def __init__(self, *, rows: int, **limits: Any) -> None:
         super().__init__(rows=rows + 1, **limits)
         self.plain = np.zeros(rows + 1, np.bool_)
-        self.temperatures = np.zeros(rows + 1, np.float64)
-        self.seeds = np.zeros(rows + 1, np.int64)
-        self.top_ks = np.zeros(rows + 1, np.int64)
-        self.top_ps, self.min_ps = np.ones(rows + 1), np.zeros(rows + 1)
-        self.repetitions, self.presences, self.frequencies = np.zeros((3, rows + 1))
+        self.words = np.zeros((rows + 1, WORDS), np.int64)
         self.version = 0
         self.spare_row = rows
         self._free.remove(rows)
@@ -92,15 +75,8 @@ class CudaSequences(Sequences):
         self, handle: int, length: int, num_prompt: int, choice: int, params: SamplingParams
     ) -> int:
         row = super()._take(handle, length, num_prompt, choice, params)
-        greedy = params.temperature < GREEDY_BELOW
         self.plain[row] = is_plain(params)
-        self.temperatures[row] = 0.0 if greedy else params.temperature
-        self.seeds[row] = np.uint64((params.seed or 0) & SEED_MASK).astype(np.int64)
-        self.top_ks[row] = max(params.top_k, 0)
-        self.top_ps[row], self.min_ps[row] = params.top_p, params.min_p
-        self.repetitions[row] = params.repetition_penalty if has_penalties(params) else 0.0
-        self.presences[row] = params.presence_penalty
-        self.frequencies[row] = params.frequency_penalty
+        self.words[row] = np.frombuffer(sampling_words(params), np.int64)
         return row
 
     def _grow(self) -> None:
@@ -108,7 +84,7 @@ class CudaSequences(Sequences):
         tables = self.device_tables
         super()._grow()
         self.device_tables[: len(tables)] = tables
-        for name in OF_SAMPLING:
+        for name in ("plain", "words"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros_like(array))))
         self.version += 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -140,7 +139,6 @@ class Readings:
     Args:
         reader: Reads one image.
         pin: Whether to put pixels into pinned memory, for a GPU.
-        clock: Monotonic clock, in seconds.
 
     Attributes:
         seconds: Total time that threads have spent reading.
@@ -148,19 +146,17 @@ class Readings:
         frames: See `ImageReader`.
     """
 
-    def __init__(
-        self, reader: ImageReader, *, pin: bool, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, reader: ImageReader, *, pin: bool) -> None:
         self.seconds = 0.0
         self.levels, self.frames = torch.from_numpy(reader.levels), reader.frames
-        self._reader, self._pin, self._clock = reader, pin, clock
+        self._reader, self._pin = reader, pin
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="image")
         self._ahead: dict[bytes, _Ahead] = {}
         self._lock = threading.Lock()
 
     def expect(self, item: Item) -> None:
         """Start to read an image that a step will need, if there is room for it."""
-        now = self._clock()
+        now = time.monotonic()
         with self._lock:
             for digest, old in list(self._ahead.items()):
                 if now - old.since > AHEAD_S:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.executor import Executor, Worker, WorkerGroup
 from kvbaton.engine.loader import load_vision
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
+from kvbaton.engine.models.vision_layers import Grid
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.engine.vision_config import VisionConfig
@@ -42,7 +43,7 @@ T = TypeVar("T")
 ITEMS = 16
 """Default size of an encoder node's cache, as a number of largest items."""
 
-Kind = tuple[bytes, tuple[int, int, int], int]
+Kind = tuple[bytes, Grid, int]
 """All that a client states of an item. Items that differ in it don't share results."""
 
 NO_TOWER = "the encoder's output did not arrive, and this node has no encoder of its own"
@@ -50,26 +51,11 @@ NO_ITEM = "a prompt for an encoder must be one item that starts at 0"
 NO_DATA = "the encoder's output did not arrive, and this node was not given the image"
 
 
-class Tower(Protocol):
-    """A vision tower, as made by `loader.load_vision`."""
-
-    def __call__(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
-        """Encode some images.
-
-        Args:
-            patches: [patches of all images, dim].
-            grids: Of each image, number of patches in time, height and width.
-
-        Returns:
-            [rows of all images, levels, hidden], image after image.
-        """
-
-
 class Encoder:
     """Encodes images.
 
     Args:
-        tower: The vision tower.
+        tower: The vision tower; called as `VisionTower.forward`.
         readings: Reads images.
         vision: Configuration of the tower.
         device: Device of the tower.
@@ -84,7 +70,7 @@ class Encoder:
 
     def __init__(
         self,
-        tower: Tower,
+        tower: Callable[[Tensor, Sequence[Grid]], Tensor],
         readings: Readings,
         vision: VisionConfig,
         device: torch.device,
@@ -135,7 +121,7 @@ class Encoder:
         self.seconds += time.monotonic() - start
         return outputs
 
-    def _run(self, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
+    def _run(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
         return self._tower(pixel_values(pixels, self._levels, self.readings.frames), grids)
 
 

@@ -62,7 +62,7 @@ class LatentAttention(nn.Module):
         self.o_proj = output_projection(name, config, mla.value_dim, shard)
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
-        """Map [tokens, hidden] to [tokens, hidden]; writes this layer's latents into the cache."""
+        """Map [tokens, hidden] to the rank's part of the same; writes latents into the cache."""
         query, latent, key_rope = self.down_proj(hidden).split(self.widths, dim=-1)
         if self.q_norm is not None:
             query = self.q_b_proj(self.q_norm(query))

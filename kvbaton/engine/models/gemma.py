@@ -61,10 +61,15 @@ class Gemma3DecoderLayer(DecoderLayer):
         attention: AttentionContext,
     ) -> Tensor | None:
         """See `DecoderLayer.forward`."""
-        attended = self.self_attn(self._normed(delta, stream), inputs[self.kind], attention)
-        attended = self.post_norm(attended)
-        out = self.mlp(self.pre_mlp_norm(attended, stream))
+        hidden, total = self.add_delta(self.input_norm, delta, stream), self.collectives.all_reduce
+        attended = total(self.self_attn(hidden, inputs[self.kind], attention))
+        out = total(self.mlp(self.pre_mlp_norm(self.post_norm(attended), stream)))
         return self.post_mlp_norm(out)  # type: ignore[no-any-return]
+
+    @override
+    def add_delta(self, norm: RMSNorm, delta: Tensor | None, stream: Tensor) -> Tensor:
+        """See `DecoderLayer.add_delta`; what `forward` returns is summed."""
+        return norm(stream) if delta is None else norm(delta, stream)  # type: ignore[no-any-return]
 
 
 class Gemma3ForCausalLM(LlamaForCausalLM):
@@ -118,7 +123,7 @@ class Gemma4Attention(nn.Module):
         self.q_norm = RMSNorm(f"{name}.q_norm", dim, self.eps)
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
-        """Map [tokens, hidden] to [tokens, hidden]; writes K and V, if the layer has them."""
+        """Map [tokens, hidden] to the rank's part of the same; writes K and V, if it has them."""
         projected = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         query, key, value, weight = projected[:, : self.heads], None, None, self.q_norm.weight
         if self.stores:

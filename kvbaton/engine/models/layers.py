@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvbaton.engine.attention_config import MlaConfig
-from kvbaton.engine.collectives import Shard
+from kvbaton.engine.collectives import Collectives, Shard
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.linear import linear_method, new_weight, product
 from kvbaton.engine.quantization_config import Quantization
@@ -91,6 +91,10 @@ class RMSNorm(WeightedModule):
             x, self.weight, self.eps, residual=residual, weight_offset=offset, gate=gate
         )
 
+    def add(self, part: Tensor, stream: Tensor, collectives: Collectives) -> Tensor:
+        """Sum [tokens, size] over the ranks, add the sum to a stream in place, and normalise it."""
+        return collectives.all_reduce_norm(part, stream, self.weight, self.eps, self.offset)
+
     def pieces(self) -> Iterator[Piece]:
         """The scale."""
         yield Piece(f"{self.name}.weight", tuple(self.weight.shape), self.weight, norm=True)
@@ -149,7 +153,7 @@ def whole_linear(
 
 
 class RowLinear(WeightedModule):
-    """A projection split by input columns over the ranks, whose results are summed."""
+    """A projection split by input columns over the ranks, whose results are yet to be summed."""
 
     def __init__(
         self,
@@ -162,7 +166,7 @@ class RowLinear(WeightedModule):
         quantization: Quantization | None = None,
     ) -> None:
         super().__init__()
-        self.name, self.size_in, self.shard = name, size_in, shard
+        self.name, self.size_in, self.rank = name, size_in, shard.rank
         self.start, columns = shard.span(size_in)
         spans = [(0, size_out)]
         self.method = linear_method(quantization, [name], size_out, columns, size_in, spans=spans)
@@ -170,13 +174,13 @@ class RowLinear(WeightedModule):
         self.bias = new_weight(size_out) if bias else None
 
     def forward(self, x: Tensor, *, gated: bool = False) -> Tensor:
-        """Map [tokens, this rank's columns] to [tokens, size_out].
+        """Map [tokens, this rank's columns] to this rank's part of a sum, [tokens, size_out].
 
         If `gated`, `x` is gate and up, [tokens, 2 * columns], and silu(gate) * up is projected.
         """
         product = self.method.gated_product if gated else self.method.product
-        bias = self.bias if self.shard.rank == 0 else None
-        return self.shard.collectives.all_reduce(product(x, self.weight, self.scales, bias))
+        bias = self.bias if self.rank == 0 else None
+        return product(x, self.weight, self.scales, bias)
 
     def pieces(self) -> Iterator[Piece]:
         """Weight, and bias if there is one."""
@@ -497,7 +501,7 @@ class SelfAttention(WeightedModule):
             self.sinks = new_weight(self.heads, dtype=torch.float32)
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
-        """Map [tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
+        """Map [tokens, hidden] to the rank's part of the same; writes K and V into the cache."""
         return self.o_proj(self.attend(self.qkv_proj(hidden), rotary, attention))  # type: ignore[no-any-return]
 
     def attend(self, projected: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
@@ -541,7 +545,7 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [tokens, size] to [tokens, size]."""
+        """Map [tokens, size] to the rank's part of the same."""
         first = self.gate_up_proj
         if self.gelu:
             return self.down_proj(gelu_and_mul(first(x)))  # type: ignore[no-any-return]

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from kvbaton.engine.collectives import Collectives, Shard
+from kvbaton.engine.collectives import Shard
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.layers import (
     AttentionContext,
@@ -59,6 +58,7 @@ class DecoderLayer(nn.Module):
 
     Attributes:
         kind: Index of its input in `LlamaForCausalLM.layer_inputs`.
+        collectives: Those that sum the ranks' parts of attention and MLP.
     """
 
     attention_class: Callable[[ModelConfig, int, Shard], nn.Module] = SelfAttention
@@ -69,6 +69,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         name, size = f"model.layers.{layer}", config.hidden_size
         norm = size, config.rms_norm_eps, config.family.norm_offset
+        self.collectives = shard.collectives
         self.input_norm = RMSNorm(f"{name}.input_layernorm", *norm)
         self.self_attn = self.attention_class(config, layer, shard)
         self.post_norm = RMSNorm(f"{name}.post_attention_layernorm", *norm)
@@ -95,10 +96,12 @@ class DecoderLayer(nn.Module):
     ) -> Tensor | None:
         """Add `delta` and this layer's attention to the stream, in place; return the MLP's output.
 
-        The next layer's norm adds the output in the same pass. None if it is already added.
+        The output is this rank's part: the next layer's norm sums and adds it in the same pass.
+        None if it is already added.
         """
-        attended = self.self_attn(self._normed(delta, stream), inputs[self.kind], attention)
-        return self.mlp(self.post_norm(attended, stream))  # type: ignore[no-any-return]
+        hidden = self.add_delta(self.input_norm, delta, stream)
+        attended = self.self_attn(hidden, inputs[self.kind], attention)
+        return self.mlp(self.post_norm.add(attended, stream, self.collectives))  # type: ignore[no-any-return]
 
     def forward_in_parts(
         self,
@@ -106,29 +109,28 @@ class DecoderLayer(nn.Module):
         streams: Sequence[Tensor],
         inputs: Sequence[Any],
         attention: AttentionContext,
-        collectives: Collectives,
     ) -> Sequence[Callable[[], Tensor]]:
         """Do as `forward`, on parts of the tokens: sums of one part overlap products of the other.
 
         Parts are joined for attention only. (DeepSeek-V3 alternates between two batches for the
         same purpose: arXiv 2412.19437, section 3.4.)
         """
-        own, later = cast(SelfAttention, self.self_attn), collectives.later
+        own, later = cast(SelfAttention, self.self_attn), self.collectives.all_reduce_later
         projected = [
-            own.qkv_proj(self._normed(delta and delta(), stream))
+            own.qkv_proj(self.input_norm(delta(), stream) if delta else self.input_norm(stream))
             for delta, stream in zip(deltas, streams, strict=True)
         ]
         attended = own.attend(torch.cat(projected), inputs[self.kind], attention)
         parts = torch.split(attended, [len(stream) for stream in streams])
-        added = [later(partial(own.o_proj, part)) for part in parts]
+        added = [later(own.o_proj(part)) for part in parts]
         return [
-            later(partial(self.mlp, self.post_norm(part(), stream)))
+            later(self.mlp(self.post_norm(part(), stream)))
             for part, stream in zip(added, streams, strict=True)
         ]
 
-    def _normed(self, delta: Tensor | None, stream: Tensor) -> Tensor:
-        norm = self.input_norm
-        return norm(stream) if delta is None else norm(delta, stream)  # type: ignore[no-any-return]
+    def add_delta(self, norm: RMSNorm, delta: Tensor | None, stream: Tensor) -> Tensor:
+        """Add what the layer before returned to the stream, in place, and normalise it."""
+        return norm(stream) if delta is None else norm.add(delta, stream, self.collectives)
 
 
 class LlamaForCausalLM(nn.Module):
@@ -181,7 +183,7 @@ class LlamaForCausalLM(nn.Module):
             delta = layer(delta, stream, inputs, attention)
             if encoded is not None and number < len(deep):
                 stream.index_add_(0, encoded.at, deep[number])
-        return self.norm(stream) if delta is None else self.norm(delta, stream)  # type: ignore[no-any-return]
+        return cast(DecoderLayer, self.layers[-1]).add_delta(self.norm, delta, stream)
 
     def _takes_parts(self, num_tokens: int) -> bool:
         layer = self.layer_class
@@ -197,10 +199,8 @@ class LlamaForCausalLM(nn.Module):
     ) -> Tensor:
         streams = torch.split(stream, cdiv(len(stream), 2 * PART_ROWS) * PART_ROWS)
         deltas: Sequence[Callable[[], Tensor] | None] = [None] * len(streams)
-        sums = self.shard.collectives
         for layer in self.layers:
-            own = cast(DecoderLayer, layer)
-            deltas = own.forward_in_parts(deltas, streams, inputs, attention, sums)
+            deltas = cast(DecoderLayer, layer).forward_in_parts(deltas, streams, inputs, attention)
         parts = zip(deltas, streams, strict=True)
         return torch.cat([self.norm(delta(), part) for delta, part in parts if delta])
 

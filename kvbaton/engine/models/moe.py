@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from kvbaton.engine.collectives import Alone, Shard
+from kvbaton.engine.collectives import Shard
 from kvbaton.engine.models.layers import (
     ColumnLinear,
     GatedMLP,
@@ -299,15 +298,14 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         name = f"{layer}.{moe.family.block}"
-        self.shard, self.weighs_inputs = shard, moe.family.weighs_inputs
+        self.weighs_inputs = moe.family.weighs_inputs
         self.gate = Router(f"{name}.{moe.family.router}", size, moe)
         self.experts = Experts(f"{name}.experts", size, moe, shard, quantization)
         self.shared_experts: GatedMLP | None = None
         self.shared_gate: ColumnLinear | None = None
         if moe.shared_intermediate_size and not self.experts.shared:
-            unsummed = replace(shard, collectives=Alone())  # summed with the experts at the end
             self.shared_experts = GatedMLP(
-                f"{name}.{moe.family.shared_experts}", size, moe.shared_intermediate_size, unsummed,
+                f"{name}.{moe.family.shared_experts}", size, moe.shared_intermediate_size, shard,
                 bias=False, quantization=quantization,
             )  # fmt: skip
             if moe.family.shared_gate is not None:
@@ -315,7 +313,7 @@ class MoE(nn.Module):
                 self.shared_gate = whole_linear(gate, size, 1, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [tokens, size] to [tokens, size]."""
+        """Map [tokens, size] to the rank's part of the same."""
         shared = self.experts.shared
         joined = shared if len(x) <= JOINED_TOKENS else 0
         weights, ids = self.gate(x, joined)
@@ -333,4 +331,4 @@ class MoE(nn.Module):
             if self.shared_gate is not None:
                 of_all *= self.shared_gate(x).sigmoid_()
             out += of_all
-        return self.shard.collectives.all_reduce(out)
+        return out

@@ -71,7 +71,7 @@ class GatedDeltaNet(WeightedModule):
         )
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
-        """Map [tokens, hidden] to [tokens, hidden]; updates this layer's states."""
+        """Map [tokens, hidden] to the rank's part of the same; updates this layer's states."""
         linear = self.linear
         assert attention.states is not None, "the cache has groups for all layers"
         states = attention.states.of(self.layer)
@@ -158,7 +158,7 @@ class GatedAttention(nn.Module):
         self.o_proj = output_projection(name, config, dim, shard)
 
     def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionContext) -> Tensor:
-        """Map [tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
+        """Map [tokens, hidden] to the rank's part of the same; writes K and V into the cache."""
         projected = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         query, key, value, gate = projected.split(
             (self.heads, self.kv_heads, self.kv_heads, self.heads), dim=1
