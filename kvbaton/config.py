@@ -28,7 +28,6 @@ from kvbaton.errors import ConfigError
 
 T = TypeVar("T")
 LogLevel = Literal["debug", "info", "warning", "error"]
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 VLLM_NAMES = {
     "--num-blocks": ("--num-gpu-blocks-override",),
     "--tensor-parallel-size": ("-tp",),
@@ -51,6 +50,14 @@ INSTEAD = {
     "--pp-size": _RANKS,
     "--enable-auto-tool-choice": _ON,
     "--enable-chunked-prefill": _ON,
+    "--enable-ssl-refresh": _ON,
+    "--uvicorn-log-level": "there is --log-level",
+    "--base-url": "there is --url",
+    "--num-prompts": "there is --requests",
+    "--request-rate": "there is --rate",
+    "--max-concurrency": "there is --concurrency",
+    "--random-input-len": "there is --input-len",
+    "--random-output-len": "there is --output-len",
     "--trust-remote-code": "code of checkpoints is never run",
     "--enable-lora": _LORA,
     "--lora-modules": _LORA,
@@ -215,7 +222,8 @@ class Flag:
         words = os.environ.get(self.variable) if self.variable else None
         if words:
             # Blanks alone are kept, not taken as an empty list: the setting's check refuses them.
-            default = (words.split() or [words]) if isinstance(default, list) else words
+            several = isinstance(default, list)
+            default = (words.split() or [words]) if several else words.strip() or words
         required = default is MISSING
         text: str | None = self.text
         if not text or text == argparse.SUPPRESS:

@@ -17,6 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "signals": set(),
     "malloc": set(),
+    "log": {"errors"},
     "version": set(),
     "types": set(),
     "config": {"errors"},
@@ -26,12 +27,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "connectors": {"errors", "types", "messages"},
     "testing": {"errors", "types", "messages", "connectors"},
     "engine": {
-        *("errors", "signals", "malloc", "types", "config"),
+        *("errors", "signals", "malloc", "log", "types", "config"),
         *("messages", "image_file", "connectors", "kernels"),
     },
     "text": {"errors", "types", "messages", "image_file"},
     "server": {
-        *("version", "errors", "signals", "malloc", "types", "config"),
+        *("version", "errors", "signals", "malloc", "log", "types", "config"),
         *("messages", "text", "engine", "connectors"),
     },
     "decode": {"errors", "types", "messages", "connectors", "engine", "server"},
@@ -39,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "roles": {"messages", "connectors", "engine", "server", "prefill", "decode"},
     "doctor": {"errors", "types", "connectors", "testing"},
     "router": {
-        *("errors", "types", "config", "messages", "text", "engine", "server"),
+        *("errors", "log", "types", "config", "messages", "text", "engine", "server"),
         "connectors.address",
         "connectors.keys",
     },

@@ -71,6 +71,9 @@ logger = logging.getLogger(__name__)
 COMMAND_TIMEOUT_S = 30.0
 LONG_COMMANDS = {"stop_profile": 600.0, "reset_store": 60.0}
 """Timeouts in seconds of commands that may take longer, by command."""
+HUNG_S = 120.0
+"""Seconds without metrics of a core, which sends them every other second, after which it hangs: no
+step takes as long. A device that hangs ends no wait for it."""
 _MAX_BATCH = 256
 """Maximum number of messages handled before receivers are flushed."""
 _SEND_AT = 8
@@ -99,6 +102,7 @@ class EngineClient(TokenSource):
     Attributes:
         ready: The core's description of itself.
         metrics: The latest metrics; remote frontends get none.
+        heard_at: When they came, or the connection began (`time.monotonic`).
         dead: Why the connection can't be used any more, or None.
         died: Set when `dead` is.
         draining: Whether the core was asked to take no new requests.
@@ -110,6 +114,7 @@ class EngineClient(TokenSource):
 
     def __init__(self) -> None:
         self.metrics = messages.NO_METRICS
+        self.heard_at = time.monotonic()
         self.dead: str | None = None
         self.died = asyncio.Event()
         self.draining = False
@@ -246,6 +251,11 @@ class EngineClient(TokenSource):
             self._send(messages.AbortRequest(request_id=request_id))
 
     @property
+    def hangs(self) -> bool:
+        """Whether the core, one of this node, has been silent for `HUNG_S`."""
+        return time.monotonic() - self.heard_at > HUNG_S
+
+    @property
     def idle(self) -> bool:
         """Whether no request is running."""
         return not self._requests
@@ -369,7 +379,7 @@ class EngineClient(TokenSource):
                 )
                 self._end(message.request_id, refusal)
             case messages.Metrics():
-                self.metrics = message
+                self.metrics, self.heard_at = message, time.monotonic()
             case messages.Reply():
                 self._answer(message.command_id, message.result, message.error)
             case messages.CachedBlocks():
@@ -382,6 +392,7 @@ class EngineClient(TokenSource):
             case messages.Pong():
                 self._answer(message.number, None, None)
             case messages.Ready():
+                self.heard_at = time.monotonic()
                 if not self._connected.done():
                     self._connected.set_result(message)
             case messages.Disconnected():

@@ -79,7 +79,11 @@ def check_model_folder(model: str) -> None:
     Raises:
         ConfigError: It is not; names ``--model``.
     """
-    if not Path(model, "config.json").is_file():
+    try:
+        found = Path(model, "config.json").is_file()
+    except OSError as error:  # of another user, for example
+        raise ModelError(f"can't look into {model}: {error.strerror}") from error
+    if not found:
         problem = f"{model!r} is no model folder: it has no config.json"
         if not Path(model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
             problem += f"; to have it from Hugging Face: hf download {model} --local-dir DIR"

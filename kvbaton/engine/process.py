@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from kvbaton.config import LOG_FORMAT
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
 from kvbaton.engine.socket_folder import SocketFolder
 from kvbaton.errors import ConfigError, EngineDeadError
+from kvbaton.log import begin_log
 from kvbaton.malloc import keep_freed_memory
 from kvbaton.messages.engine import Dead, Ready, Shutdown
 from kvbaton.signals import begin_child
@@ -72,7 +72,7 @@ def core_main(
     faulthandler.enable()  # else a crash in a library would leave no trace
     sys.setswitchinterval(GIL_SWITCH_S)
     keep_freed_memory()
-    logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
+    begin_log(log_level)
     frontends: FrontendServer | None = None
     try:
         frontends = FrontendServer(endpoints)

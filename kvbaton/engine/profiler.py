@@ -68,6 +68,7 @@ class TorchProfiler:
         try:
             ended.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
+            path.unlink(missing_ok=True)  # the rest of it is missing
             raise _refused(f"the profile can't be written: {error}") from error
         return str(path)
 

@@ -28,13 +28,13 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from kvbaton.config import LOG_FORMAT
 from kvbaton.connectors.digest import BlockRange, Sums
 from kvbaton.engine.collectives import AbortedError
 from kvbaton.engine.executor import Worker
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.errors import ConfigError
+from kvbaton.log import begin_log
 from kvbaton.signals import begin_child
 
 log = logging.getLogger(__name__)
@@ -287,7 +287,7 @@ def main() -> None:
     # Die with the parent, whatever our threads wait for; see `_serve` for a parent that closes us.
     begin_child(signal.SIGTERM, parent=parent)
     faulthandler.enable()  # else a crash in a library would leave no trace
-    logging.basicConfig(level=level, format=LOG_FORMAT)
+    begin_log(level)
     served = _Served()
     channels: list[tuple[Connection, _Served, Callable[[Pending[Any]], None]]] = []
     for descriptor in descriptors:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import time
 from asyncio import create_task
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
-from kvbaton.config import LOG_FORMAT
 from kvbaton.errors import ConfigError, RequestError
+from kvbaton.log import begin_log
 from kvbaton.messages import UNREADABLE
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.api import (
@@ -66,7 +66,7 @@ def main(config: RouterConfig) -> int:
     Raises:
         ConfigError: A setting is wrong, or the address is taken.
     """
-    logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
+    begin_log(config.log_level)
     allow_connections()
     return asyncio.run(run(config))
 
@@ -178,7 +178,7 @@ async def find_model(config: RouterConfig, listener: socket.socket) -> tuple[str
 
 
 def _is_here(info: NodeInfo) -> bool:
-    return Path(info.model_path, "tokenizer.json").is_file()
+    return os.path.isfile(os.path.join(info.model_path, "tokenizer.json"))
 
 
 def _elsewhere(info: NodeInfo) -> str:

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from types import FrameType
 from typing import Any
@@ -21,7 +21,7 @@ from aiohttp.web_protocol import RequestHandler
 from typing_extensions import override
 
 from kvbaton.engine.validate import INT32, check_ids
-from kvbaton.errors import RequestError
+from kvbaton.errors import ConfigError, RequestError
 from kvbaton.malloc import keep_freed_memory
 from kvbaton.messages import openai
 from kvbaton.server.auth import PROTECTED, check_key
@@ -40,6 +40,7 @@ from kvbaton.server.completions import completions
 from kvbaton.server.config import EndpointConfig
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.messages import count_tokens, messages
+from kvbaton.server.network import TlsConfig
 from kvbaton.server.openapi import contract, openapi
 from kvbaton.server.responses import count_input_tokens, not_stored, responses
 from kvbaton.server.tracing import ARRIVED, CLIENT_CLOSED_REQUEST
@@ -54,6 +55,8 @@ YOUNG_OBJECTS = 20_000
 BACKLOG = 1024
 ANSWER_S = 300.0
 """Seconds within which a client must have read an answer that is sent as a whole."""
+RENEW_PERIOD_S = 10.0
+"""Interval in seconds at which the files of the certificate are read again."""
 FINISH_PERIOD_S = 0.02
 """Interval in seconds at which a stopping process checks whether its requests have ended."""
 ENDING_S = 1.0
@@ -194,7 +197,16 @@ async def serve_on(
             await asyncio.sleep(FINISH_PERIOD_S)
         frontend.source.stop()
 
+    async def renewing(app: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(renew_certificate(config.tls), name="renewal of the certificate")
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
     app.on_shutdown.append(finish)
+    tls = config.tls.server()
+    if tls is not None:
+        app.cleanup_ctx.append(renewing)
     runner = _Runner(
         app,
         handler_cancellation=True,
@@ -206,12 +218,26 @@ async def serve_on(
         logger=ServerLog(logger),
     )
     await runner.setup()
-    tls = config.tls.server()
     # asyncio accepts up to `backlog` connections at once. With 1 the rest is left to other workers;
     # and if file descriptors run out, asyncio schedules one retry and not one per connection.
     await web.SockSite(runner, listener, ssl_context=tls, backlog=1).start()
     listener.listen(BACKLOG)
     return runner
+
+
+async def renew_certificate(tls: TlsConfig) -> None:
+    """Take over changes of the certificate's files, until cancelled."""
+    told = ""
+    while True:
+        await asyncio.sleep(RENEW_PERIOD_S)
+        try:
+            if tls.renew():
+                logger.info("the certificate was renewed from %s", tls.ssl_certfile)
+            told = ""
+        except ConfigError as error:
+            if str(error) != told:
+                logger.error("the certificate is not renewed, trying on: %s", error)
+            told = str(error)
 
 
 def freeze_startup() -> None:

@@ -36,6 +36,8 @@ LONG_BODY = 1 << 20
 RETRY_AFTER_S = 1.0
 WINDOW_BITS = {"gzip": 31, "deflate": 15}
 """``wbits`` of `zlib`, by Content-Encoding."""
+PROBES = ("/health", "/live", "/ping")
+"""Paths that are asked each second, also while the answer is an error; not logged each time."""
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -177,7 +179,8 @@ def failure_response(request: web.Request, error: Exception) -> web.Response:
             f"{asked.decode()} is not served here; GET /openapi.json tells what is",
             status=error.status,
         )
-    logger.info("request %s: %d %s", request[REQUEST_ID], failure.status, failure.message)
+    level = logging.DEBUG if request.path in PROBES else logging.INFO
+    logger.log(level, "request %s: %d %s", request[REQUEST_ID], failure.status, failure.message)
     response = error_response(request, failure)
     if isinstance(error, web.HTTPMethodNotAllowed):
         response.headers["Allow"] = error.headers["Allow"]

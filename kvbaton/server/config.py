@@ -171,7 +171,9 @@ class EndpointConfig:
         "($OTEL_EXPORTER_OTLP_TRACES_ENDPOINT)",
         metavar="URL",
     )
-    log_level: LogLevel = flag("info", "level of the log on standard error")
+    log_level: LogLevel = flag(
+        "info", "level of the log on standard error ($KVBATON_LOG_FORMAT=json: as JSON)"
+    )
 
     def __post_init__(self) -> None:
         for key in self.api_keys:

@@ -18,6 +18,9 @@ from prometheus_client.utils import floatToGoString
 from kvbaton.engine.stats import LATENCIES, LatencyHistogram, RequestHistograms
 from kvbaton.messages.engine import HistogramCounts, Metrics
 from kvbaton.server.metric_texts import text_of
+from kvbaton.version import __version__
+
+BUILD_INFO = "kvbaton_build_info"
 
 
 class SecondsHistogram(LatencyHistogram, Collector):
@@ -107,6 +110,9 @@ class HttpMetrics:
         Gauge(
             "kvbaton_http_requests_in_flight", "Requests being served.", registry=self.registry
         ).set_function(lambda: self.in_flight)
+        Gauge(BUILD_INFO, "1, with the version.", ["version"], registry=self.registry).labels(
+            __version__
+        ).set(1)
         timed = self.registry if latencies else CollectorRegistry()
         self.latencies = RequestHistograms(
             *(SecondsHistogram(name, text, bounds, timed) for name, text, bounds in LATENCIES)
@@ -207,7 +213,9 @@ class MergedMetrics:
 
 
 def merged(texts: Iterable[str], *, gauges: bool = True) -> str:
-    """Sum samples of equal name and labels; creation times (``_created``) become the earliest.
+    """Sum samples of equal name and labels, but take the earliest creation time (``_created``).
+
+    `BUILD_INFO` stays 1, too.
 
     Args:
         texts: Metrics in Prometheus' text format 0.0.4, as `prometheus_client` writes it.
@@ -226,7 +234,8 @@ def merged(texts: Iterable[str], *, gauges: bool = True) -> str:
             old = known.setdefault(key, sample)
             if old is not sample:
                 values = old.value, sample.value
-                known[key] = old._replace(value=min(values) if is_time else sum(values))
+                is_least = is_time or name == BUILD_INFO
+                known[key] = old._replace(value=min(values) if is_least else sum(values))
     for name, family in families.items():
         family.samples = list(samples[name].values())
     return generate_latest(_Families(families.values())).decode()

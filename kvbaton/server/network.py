@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import hmac
+import os
 import resource
 import socket
 import ssl
@@ -137,7 +138,7 @@ class TrustConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsConfig(TrustConfig):
-    """Trusted certificates, and the endpoint's own; the files are PEM, and read once.
+    """Trusted certificates, and the endpoint's own; the files are PEM.
 
     Attributes:
         ssl_certfile: Certificate of the endpoint, with intermediate ones; None serves plain HTTP.
@@ -161,7 +162,26 @@ class TlsConfig(TrustConfig):
 
     def server(self) -> ssl.SSLContext | None:
         """TLS context of the endpoint; None serves plain HTTP."""
-        return None if self.ssl_certfile is None else _server(self.ssl_certfile, self.ssl_keyfile)
+        if self.ssl_certfile is None:
+            return None
+        return _server(self.ssl_certfile, self.ssl_keyfile).context
+
+    def renew(self) -> bool:
+        """Read the endpoint's files again if they have changed; return whether they had.
+
+        Connections that begin later are shown the new certificate.
+
+        Raises:
+            ConfigError: The files can't be used; the certificate from before is still shown.
+        """
+        assert self.ssl_certfile is not None, "no certificate"
+        shown = _server(self.ssl_certfile, self.ssl_keyfile)
+        read = _Certificate(self.ssl_certfile, self.ssl_keyfile)
+        if read.stamp == shown.stamp:
+            return False
+        shown.load()  # a failure would leave it without a key, so another context came first
+        shown.stamp = read.stamp
+        return True
 
     @property
     def scheme(self) -> str:
@@ -172,17 +192,34 @@ class TlsConfig(TrustConfig):
 # Settings are pickled for workers, and contexts can't be: so contexts are cached here.
 
 
-@cache
-def _server(certfile: str, keyfile: str | None) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(certfile, keyfile, password="")  # or it would ask the terminal
-    except (OSError, ValueError) as error:
-        files = certfile if keyfile is None else f"{certfile} with {keyfile}"
-        alone = keyfile is None and isinstance(error, ssl.SSLError)
-        hint = "; if its private key is in another file: --ssl-keyfile" if alone else ""
-        raise ConfigError("--ssl-certfile", f"{files} can't be used: {error}{hint}") from error
-    return context
+class _Certificate:
+    """A context that shows a certificate, and what told its files from later ones when read."""
+
+    def __init__(self, certfile: str, keyfile: str | None) -> None:
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._files = certfile, keyfile
+        self.stamp = self.load()
+
+    def load(self) -> list[tuple[int, int]]:
+        """Read the files, and return their `stamp`.
+
+        Raises:
+            ConfigError: They can't be used.
+        """
+        certfile, keyfile = self._files
+        try:
+            found = [os.stat(file) for file in self._files if file is not None]
+            # Without a password it would ask the terminal.
+            self.context.load_cert_chain(certfile, keyfile, password="")
+        except (OSError, ValueError) as error:
+            files = certfile if keyfile is None else f"{certfile} with {keyfile}"
+            alone = keyfile is None and isinstance(error, ssl.SSLError)
+            hint = "; if its private key is in another file: --ssl-keyfile" if alone else ""
+            raise ConfigError("--ssl-certfile", f"{files} can't be used: {error}{hint}") from error
+        return [(status.st_ino, status.st_mtime_ns) for status in found]
+
+
+_server = cache(_Certificate)
 
 
 @cache

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvbaton.config import LOG_FORMAT
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.process import EngineProcess
+from kvbaton.log import begin_log
 from kvbaton.messages.engine import NO_METRICS, Metrics
 from kvbaton.messages.nodes import STEP_COSTS, DrainProgress, NodeInfo
 from kvbaton.server.app import end_when_told_again, freeze_startup, serve_on, stop_requested
@@ -63,6 +63,8 @@ TOTALS = {
     "kvbaton_transfer_sent_bytes_total": "sent_bytes",
 }
 """By counter that is reported unchanged: its name in `NodeInfo.load`."""
+WATCH_S = 1.0
+"""Interval in seconds at which it is checked whether the engine hangs."""
 NEWEST = 0.5
 """Weight of the newest report in a reported rate."""
 
@@ -77,7 +79,7 @@ def run_node(config: NodeConfig, connectors: Sequence[ConnectorFactory]) -> int:
     Raises:
         ConfigError: A setting is wrong.
     """
-    logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
+    begin_log(config.log_level)
     allow_connections()
     return asyncio.run(Node(config, connectors).run())
 
@@ -267,9 +269,10 @@ class Node:
         freeze_startup()
         died = asyncio.create_task(self.client.died.wait())
         stopped = asyncio.create_task(self._stop.wait())
+        watching = asyncio.create_task(tell_of_silence(self.client), name="watch of the engine")
         await self._first_of(died, stopped)
-        died.cancel()
-        stopped.cancel()
+        for task in (died, stopped, watching):
+            task.cancel()
         if self.client.dead is not None:
             logger.error("the engine died: %s", self.client.dead)
             return 1
@@ -306,6 +309,19 @@ class Node:
             await self._runner.cleanup()
         if self._listener is not None:
             self._listener.close()
+
+
+async def tell_of_silence(client: EngineClient) -> None:
+    """Log when the engine begins and ceases to hang, until cancelled."""
+    hung = False
+    while True:
+        await asyncio.sleep(WATCH_S)
+        if client.hangs != hung:
+            hung = not hung
+            if hung:
+                logger.error("the engine hangs: not healthy until it is heard of again")
+            else:
+                logger.info("the engine is heard of again")
 
 
 async def node_worker(link: WorkerLink, payload: tuple[NodeConfig, FrontendConfig, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -194,6 +195,10 @@ async def live(request: web.Request) -> web.Response:
     if client.dead is not None:
         reason = f"the engine is down: {client.dead}"
         raise RequestError(reason, status=503, code="unhealthy")
+    if client.hangs:
+        silent = time.monotonic() - client.heard_at
+        reason = f"the engine has not been heard of for {silent:.0f} s"
+        raise RequestError(reason, status=503, code="unhealthy")
     gauges = client.metrics.gauges.items()
     alarms = sorted(key for key, value in gauges if value and split_name(key)[0] in ALARMS)
     if alarms:
@@ -218,7 +223,7 @@ async def load(request: web.Request) -> web.Response:
 
 async def _refresh(client: EngineClient) -> None:
     """Update the client's `metrics`, if the engine answers in time."""
-    # `/health` reports an engine that does not answer; its latest numbers are still shown.
+    # `/health` reports an engine that does not answer for long; its latest numbers are still shown.
     with suppress(TimeoutError, EngineDeadError):
         async with asyncio.timeout(METRICS_PATIENCE_S):
             await client.command("metrics")

@@ -27,9 +27,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvbaton.config import LOG_FORMAT
 from kvbaton.engine.socket_folder import SocketFolder
 from kvbaton.errors import ConfigError, RequestError
+from kvbaton.log import begin_log
 from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.auth import PEER
 from kvbaton.server.bodies import read_bytes
@@ -398,7 +398,7 @@ def worker_main(
 ) -> None:
     """Entry point of a worker's process; see `Supervisor`."""
     begin_child()
-    logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
+    begin_log(log_level)
 
     async def work() -> None:
         async with aiohttp.ClientSession(

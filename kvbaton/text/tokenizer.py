@@ -249,9 +249,9 @@ def read_template(path: str | Path) -> str:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
     try:
+        if not path.exists():
+            return {}
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(str(path), f"can't be read as JSON: {error}") from error

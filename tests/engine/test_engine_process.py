@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,8 +25,10 @@ from kvbaton.engine.process import EngineProcess
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import AddRequest, SamplingParams
 from kvbaton.roles import HandoverFactory
+from kvbaton.server.node import tell_of_silence
 from kvbaton.types import NodeId
 from tests.support.engine_node import ENGINE, QueueMailbox
+from tests.support.waiting import eventually
 
 TIMEOUT_S = 60.0
 
@@ -102,6 +105,31 @@ async def test_nothing_holds_up_the_cores_thread_for_longer_than_a_step(
         assert gauges["objects_frozen"] > 50_000, "what torch brings, at which no look is lost"
         assert gauges["objects_looked_at"] < 10_000
     finally:
+        await engine.shutdown(0.0)
+
+
+async def test_an_engine_that_hangs_is_told_and_one_that_is_idle_is_not(
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = EngineConfig(model=str(checkpoint()), **ENGINE)
+    node = NodeId("n", os.urandom(16))
+    engine = await EngineProcess.start(config, [InterpreterFactory()], node=node)
+    monkeypatch.setattr("kvbaton.server.node.WATCH_S", 0.05)
+    watching = asyncio.create_task(tell_of_silence(engine))
+    try:
+        await engine.command("metrics")
+        heard_at = engine.heard_at
+        await eventually(lambda: engine.heard_at > heard_at)  # unasked
+        os.kill(int(engine.metrics.gauges["pid"]), signal.SIGSTOP)
+        monkeypatch.setattr("kvbaton.engine.client.HUNG_S", 5.0)
+        await eventually(lambda: "the engine hangs" in caplog.text)
+        os.kill(int(engine.metrics.gauges["pid"]), signal.SIGCONT)
+        with caplog.at_level("INFO"):
+            await eventually(lambda: "is heard of again" in caplog.text)
+    finally:
+        watching.cancel()
         await engine.shutdown(0.0)
 
 

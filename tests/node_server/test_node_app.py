@@ -206,13 +206,30 @@ async def test_ping_and_load_are_as_vllm_has_them(node: Any) -> None:
     assert (await node.get("/ping"))[0] == 503
 
 
-async def test_a_node_that_is_drained_is_not_healthy_but_lives(node: Any) -> None:
+async def test_a_node_that_is_drained_is_not_healthy_but_lives(
+    node: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     node.client.draining = True
-    status, answer = await node.get("/health")
-    assert (status, answer["error"]["code"]) == (503, "draining")
-    assert await node.get("/live") == (200, {"status": "ok"})
-    node.client.dead = "the core exited with code -9"
-    assert (await node.get("/live"))[0] == 503
+    with caplog.at_level("INFO"):
+        status, answer = await node.get("/health")
+        assert (status, answer["error"]["code"]) == (503, "draining")
+        assert await node.get("/live") == (200, {"status": "ok"})
+        node.client.dead = "the core exited with code -9"
+        assert (await node.get("/live"))[0] == 503
+        assert not caplog.messages, "every router probes each second"
+        await node.get("/nothing")
+    assert len(caplog.messages) == 1, "another path's error is told"
+
+
+async def test_a_node_whose_engine_hangs_is_not_healthy_and_does_not_live(
+    node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await node.get("/live"))[0] == 200
+    monkeypatch.setattr("kvbaton.engine.client.HUNG_S", 0.0)
+    for path in ("/health", "/live"):
+        status, answer = await node.get(path)
+        assert (status, answer["error"]["code"]) == (503, "unhealthy")
+        assert "the engine has not been heard of for" in answer["error"]["message"]
 
 
 async def test_a_starting_node_says_so() -> None:

@@ -28,6 +28,9 @@ from tests.support.checkpoints import main as make_model
 from tests.support.processes import is_alive, processes_with
 from tests.support.waiting import until
 
+UNREADABLE = "/" + "n" * 256
+"""A path at which the kernel gives an error, as at a folder of another user (also to root)."""
+
 
 def kvbaton(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -84,8 +87,12 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["serve", "x", "--tokenizer", "y"], "--tokenizer y; the model's folder has it"),
         (["serve", "x", "-dp", "2"], "unrecognized arguments: -dp 2; start more nodes"),
         (["serve", "x", "--disaggregation-mode", "prefill"], "prefill; there is --role"),
+        (["bench", "serve", "--url", "x", "--request-rate=4"], "4; there is --rate"),
+        (["router", "--enable-ssl-refresh"], "refresh; leave it out: that is on"),
         (["up", "x", "--enable-auto-tool-choice"], "auto-tool-choice; leave it out: that is on"),
         (["router", "--port", "0", "--model", "/nope"], "/nope/tokenizer.json: is missing"),
+        (["serve", UNREADABLE], f"--model: can't look into {UNREADABLE}: File name too long"),
+        (["router", "--port", "0", "--model", UNREADABLE], "config.json: can't be read"),
     ],
 )
 def test_wrong_settings_are_named_in_one_line(
@@ -235,6 +242,15 @@ def test_keys_of_blanks_leave_no_endpoint_open(
 ) -> None:
     monkeypatch.setenv("KVBATON_API_KEY", " \n")
     assert "--api-key: is empty" in failure(capsys, "router", "--port", "0")
+
+
+@pytest.mark.parametrize("command", ["router", "serve", "drain"])
+def test_the_line_end_of_a_file_is_no_part_of_a_cluster_key(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """As a Secret made of a file has it, and a key that someone types has not."""
+    monkeypatch.setenv("KVBATON_CLUSTER_KEY", "two words\n")
+    assert make_parser().parse_args([command]).cluster_key == "two words"
 
 
 def test_ray_that_cannot_be_had_is_said_so(

@@ -39,10 +39,11 @@ async def test_it_waits_for_the_first_node_whose_model_is_here(tmp_path: Path) -
             async with aiohttp.ClientSession(url) as session:
                 async with session.get("/v1/models") as response:
                     assert (response.status, response.headers["Retry-After"]) == (503, "1")
-                elsewhere = msgspec.structs.replace(info, model_path="/nowhere")
-                status, answer = await post(session, elsewhere)
-                assert (status, answer["error"]["param"]) == (409, "model_path")
-                assert "--model" in answer["error"]["message"]
+                for path in ("/nowhere", "/" + "n" * 256):  # the kernel refuses to look at this one
+                    elsewhere = msgspec.structs.replace(info, model_path=path)
+                    status, answer = await post(session, elsewhere)
+                    assert (status, answer["error"]["param"]) == (409, "model_path")
+                    assert "--model" in answer["error"]["message"]
                 status, answer = await post(session, msgspec.structs.replace(info, role="chef"))
                 assert (status, answer["error"]["param"]) == (400, "role")
                 here = msgspec.structs.replace(info, model_path=str(folder))

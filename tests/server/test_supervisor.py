@@ -31,11 +31,12 @@ from kvbaton.server.app import make_app
 from kvbaton.server.auth import PEER
 from kvbaton.server.config import EndpointConfig
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
-from kvbaton.server.metrics import MergedMetrics, merged
+from kvbaton.server.metrics import HttpMetrics, MergedMetrics, merged
 from kvbaton.server.network import bind, url_of
 from kvbaton.server.sse import read_events, send_events
 from kvbaton.server.supervisor import FORWARD_TIMEOUT_S, Supervisor, WorkerLink
 from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.version import __version__
 from tests.support.scripted_source import ScriptedSource
 from tests.support.waiting import eventually
 
@@ -360,7 +361,7 @@ def test_counts_add_up_and_gauges_of_the_dead_do_not() -> None:
         for _ in range(times):
             histogram.observe(0.5)
         Gauge("g", "G.", registry=registry).set(times)
-        return generate_latest(registry).decode()
+        return (generate_latest(registry) + generate_latest(HttpMetrics().registry)).decode()
 
     metrics = MergedMetrics()
     for worker_id, times in enumerate((1, 2, 4)):
@@ -373,6 +374,7 @@ def test_counts_add_up_and_gauges_of_the_dead_do_not() -> None:
     assert value_of(found, 'h_seconds_bucket{le="+Inf"}') == 31
     assert value_of(found, "h_seconds_sum") == 15.5
     assert value_of(found, "g") == 19
+    assert value_of(found, f'kvbaton_build_info{{version="{__version__}"}}') == 1
     assert merged([found.decode()]) == found.decode()
     assert merged(["# HELP x X.\n# TYPE x gauge\nx +Inf\n"]).endswith("x +Inf\n")
 

@@ -20,7 +20,7 @@ from kvbaton.text.tokenizer import Tokenizer
 from tests.server.conftest import make_frontend
 from tests.support.certificates import NAME, write_certificates
 from tests.support.scripted_source import ScriptedSource
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, eventually
 
 
 async def ask(url: str, trust: TrustConfig) -> int:
@@ -71,6 +71,42 @@ async def test_a_connection_does_not_outlive_the_start_of_a_node(tmp_path: Path)
     async with asyncio.timeout(PATIENCE_S):
         assert (await late.read()).startswith(b"HTTP/1.1 503"), "to the connection's end"
     writer.close()
+
+
+async def test_a_renewed_certificate_is_shown_without_a_restart(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("kvbaton.server.app.RENEW_PERIOD_S", 0.01)
+    _, certificate, key = write_certificates(tmp_path)
+    tls = TlsConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key))
+    new = tmp_path / "new"
+    new.mkdir()
+    ca, *renewed = write_certificates(new)
+    trust = TrustConfig(ssl_ca_certs=str(ca))
+    app = make_app(make_frontend(ScriptedSource(tokenizer), tokenizer))
+    runner = await serve_on(bind("127.0.0.1", 0), app, EndpointConfig(tls=tls))
+    url = f"https://{NAME}:{runner.addresses[0][1]}"
+    try:
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await ask(url, trust)
+        renewed[0].replace(certificate)  # as yet without its key
+        await eventually(lambda: "can't be used" in caplog.text)
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await ask(url, trust)
+        with caplog.at_level("INFO"):
+            renewed[1].replace(key)
+            await eventually(lambda: "was renewed" in caplog.text)
+        assert await ask(url, trust) == 200
+        key.unlink()
+        await eventually(lambda: "No such file" in caplog.text)
+        assert await ask(url, trust) == 200
+    finally:
+        await runner.cleanup()
+    told = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(told) == 2, "each reason is told once"
 
 
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ class ScriptedClient(ScriptedSource, EngineClient):
             eos_token_ids=(EOS,),
             vocab_size=VOCAB,
         )
-        self.metrics = NO_METRICS
+        self.metrics, self.heard_at = NO_METRICS, time.monotonic()
         self.dead: str | None = None
         self.draining = False
         self.commands: list[str] = []
