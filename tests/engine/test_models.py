@@ -408,7 +408,16 @@ def test_gpt_oss_as_published_names_no_dtype(
     assert config.windows == (11, 0)
 
 
-@pytest.mark.parametrize("config", [{}, MODELS["gemma4-keys-are-values"]["config"]], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        MODELS["gemma4-keys-are-values"]["config"],
+        {"global_head_dim": 16},  # as wide as those of layers with a window
+        {"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ],
+    ids=str,
+)
 def test_gemma4_as_transformers_saves_it(
     config: dict[str, Any], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
