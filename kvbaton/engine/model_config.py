@@ -360,6 +360,8 @@ def load_model_config(
     seeing = VISION_FAMILIES.get(architecture)
     base = (seeing or family).rope_theta
     rope = read_rope(raw, base, family.rotary_share, seeing, family.rope or RotaryEntry())
+    if nope is not None and nope.normed:  # its norm, after the rotation, takes any factor out
+        rope = replace(rope, attention_factor=1.0)
     vision = read_vision(raw.vision_config, architecture, raw.hidden_size, raw.image_token_id)
     if architecture == "Gemma3ForCausalLM":
         vision = read_siglip(whole, folder, raw.hidden_size)

@@ -69,6 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "attn_temperature_tuning": False,
         },
     },
+    "llama4-yarn": {"family": "llama4", "num_layers": 3, "config": {"rope_scaling": YARN}},
     "mistral": {"family": "mistral"},
     "mistral-window": {"family": "mistral", "config": {"sliding_window": 11}},
     "qwen2": {"family": "qwen2"},
