@@ -188,7 +188,7 @@ def read_local_rope(raw: RawRotary) -> RopeConfig:
         ConfigError: It is not supported; names it.
     """
     local = raw.rope_parameters.sliding_attention if raw.rope_parameters else None
-    kind = (local.rope_type if local else None) or "default"
+    kind = local.kind if local else "default"
     if kind != "default":
         raise ModelError(f"rope_type {kind!r} of windows is unsupported")
     return RopeConfig(theta=(local.rope_theta if local else None) or raw.rope_local_base_freq)

@@ -133,6 +133,7 @@ DEEPSEEK = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+V2 = {"architectures": ["DeepseekV2ForCausalLM"]}
 LLAMA4 = {
     "architectures": ["Llama4ForCausalLM"],
     "num_local_experts": 8,
@@ -335,6 +336,10 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         (DEEPSEEK | {"v_head_dim": 193}, "v_head_dim 193 is not within 1 and 192"),
         (DEEPSEEK | {"qk_rope_head_dim": 31}, "qk_rope_head_dim 31 must be even"),
         (DEEPSEEK | {"q_lora_rank": "much"}, "q_lora_rank"),
+        (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func 'softmax'.* need 'sigmoid'"),
+        (DEEPSEEK | {"topk_method": "greedy"}, "topk_method 'greedy'.* need 'noaux_tc'"),
+        (DEEPSEEK | V2 | {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'.* need 'softmax'"),
+        (DEEPSEEK | V2 | {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs a factor"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
@@ -371,12 +376,17 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         (QWEN3_NEXT | {"layer_types": ["linear_attention"] * 2}, "a layer of 'full_attention'"),
         (QWEN3_NEXT | {"layer_types": ["full_attention", "mamba"]}, "mamba"),
         (QWEN3_NEXT | {"partial_rotary_factor": 0.3}, "partial_rotary_factor 0.3"),
+        (
+            GEMMA4 | {"rope_parameters": {"sliding_attention": {"type": "linear", "factor": 2.0}}},
+            "rope_type 'linear' of windows",
+        ),
         ({"rope_theta": -10_000.0}, "> 1.0 - at `[$].rope_theta`"),
         ({"rope_theta": 0}, "> 1.0 - at `[$].rope_theta`"),
         ({"rope_scaling": {"rope_theta": -1}}, "> 1.0 - at `[$].rope_scaling.rope_theta`"),
         ({"rope_scaling": LLAMA3_ROPE | {"factor": -8}}, "> 0.0 - at `[$].rope_scaling.factor`"),
         ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 40}}, "a high_freq_factor above that"),
         ({"head_dim": -64}, ">= 1 - at `[$].head_dim`"),
+        ({"head_dim": 15}, "head_dim 15 must be even"),
         ({"num_key_value_heads": 0}, ">= 1 - at `[$].num_key_value_heads`"),
         ({"rms_norm_eps": -1e-6}, ">= 0.0 - at `[$].rms_norm_eps`"),
         (GPT_OSS | {"sliding_window": -11}, ">= 0 - at `[$].sliding_window`"),
@@ -497,6 +507,7 @@ def test_a_model_without_an_end_token_is_told(
     [
         ("DeepseekV2ForCausalLM", "deepseek_v2"),
         ("DeepseekV3ForCausalLM", "deepseek_v3"),
+        ("Dots1ForCausalLM", "dots1"),
         ("Gemma4ForCausalLM", "gemma4_text"),
         ("GptOssForCausalLM", "gpt_oss"),
         ("Llama4ForCausalLM", "llama4_text"),
@@ -515,6 +526,9 @@ def test_what_a_folder_leaves_out_is_what_transformers_takes(
     whole = CONFIG_MAPPING[kind]().to_dict() | {"architectures": [architecture]}
     if kind == "deepseek_v2":  # whose own defaults make no model
         whole |= {"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
+    if kind == "dots1":  # likewise
+        whole |= {"num_experts_per_tok": 2, "n_routed_experts": 8, "max_window_layers": 9}
+        del whole["layer_types"]
     config = tmp_path / "config.json"
     config.write_text(json.dumps(whole))
     expected = load_model_config(tmp_path)
