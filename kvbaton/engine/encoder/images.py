@@ -3,7 +3,8 @@
 Everything that needs the CPU works on bytes: decode, resize, cut. The tower's device maps each byte
 to its value with a table, so that an eighth of the bytes is kept and moved. The result equals, bit
 for bit, that of the model's processor in ``transformers``, whose import alone takes two seconds of
-CPU. Images are read in parallel, ahead of the steps that need them.
+CPU (except for grey of 16 bits, which becomes white there). Images are read in parallel, ahead of
+the steps that need them.
 """
 
 from __future__ import annotations
@@ -124,7 +125,10 @@ def decode(data: bytes) -> Image.Image:
     with image_file.opened(data) as image:
         image.load()  # a PNG's EXIF may follow its pixels
         turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-        return (image if turn is None else image.transpose(turn)).convert("RGB")
+        upright = image if turn is None else image.transpose(turn)
+        if upright.mode.startswith("I;16"):  # Pillow's conversion makes all above 255 white
+            upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+        return upright.convert("RGB")
 
 
 @dataclass(frozen=True)
