@@ -139,6 +139,10 @@ def read_rope(
             raise ModelError(f"mrope_section must be three numbers that add up to {half}")
         interleaved = vision.mrope_interleaved
         return RopeConfig(theta=theta, mrope_section=section, mrope_interleaved=interleaved)
+    if raw.rope_scaling is not None and raw.rope_scaling.kind != kind:
+        raise ModelError(
+            f"rope_scaling says {raw.rope_scaling.kind!r}, rope_parameters {kind!r}; keep one"
+        )
     turned = raw.partial_rotary_factor or rope.partial_rotary_factor or share or 1.0
     if kind == "proportional":
         factor = rope.factor or 1.0

@@ -324,6 +324,10 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         ({"architectures": ["GPT2LMHeadModel"], "hidden_size": None}, "Qwen3ForCausalLM"),
         ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "longrope"),
         ({"rope_scaling": {"type": "yarn"}}, "'yarn' needs a factor"),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling says 'yarn', rope_parameters 'default'",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "a factor from 1 on, not 0.5"),
         ({"rope_scaling": YARN | {"beta_fast": 1}}, "beta_fast 1 above beta_slow 1"),
         ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor 0"),
