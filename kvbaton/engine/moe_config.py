@@ -181,7 +181,7 @@ def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
         )
     experts = raw.num_experts or raw.num_local_experts or raw.n_routed_experts or 0
     groups, top_groups = raw.n_group or 1, raw.topk_group or 1
-    if raw.topk_method == "greedy":
+    if raw.topk_method == "greedy" and not family.sigmoid:
         groups = top_groups = 1
     middle: int = getattr(raw, family.intermediate_size)
     shared = (

@@ -84,7 +84,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "deepseek_v3",
         "config": {"rope_interleave": False, "n_group": 1, "topk_group": 1},
     },
-    "dots1": {"family": "dots1", "num_layers": 3},
+    "dots1": {  # transformers does not read its topk_method
+        "family": "dots1",
+        "num_layers": 3,
+        "config": {"topk_method": "greedy"},
+    },
     "dots1-windows": {
         "family": "dots1",
         "config": {"sliding_window": 11, "max_window_layers": 1, "n_group": 1, "topk_group": 1},
