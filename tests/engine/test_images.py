@@ -19,7 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.encoder.images import ImageReader, decode
+from kvbaton.engine.encoder.worker import encoder_executor
+from kvbaton.engine.model_config import load_model_config
 from kvbaton.errors import ConfigError, RequestError
 from tests.support.encoder_items import values_of
 
@@ -139,6 +142,22 @@ def test_every_orientation_beside_odd_tags(kind: str, orientation: int) -> None:
     )
     odd = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + tags + struct.pack("<Id", 0, 1.5)
     np.testing.assert_array_equal(decode(encoded(image, kind, exif=odd)), upright)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("patch_size", None), ("merge_size", 1), ("temporal_patch_size", 1)]
+)
+def test_a_processor_of_another_tower_is_refused(
+    name: str, value: int | None, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """At the start: the first image ended the engine, with all requests."""
+    folder = Path(shutil.copytree(checkpoint(family="qwen3_vl"), tmp_path / "model"))
+    path = folder / "preprocessor_config.json"
+    settings = {**json.loads(path.read_text()), name: value}
+    path.write_text(json.dumps({k: x for k, x in settings.items() if x is not None}))
+    config = EngineConfig(model=str(folder), device="cpu")
+    with pytest.raises(ConfigError, match=f"{name} of the image processor is .* tower"):
+        encoder_executor(config, load_model_config(folder)).close()
 
 
 def test_of_an_animation_the_first_frame_counts(checkpoint: Checkpoint) -> None:

@@ -23,6 +23,7 @@ from PIL import ExifTags, Image
 from torch import Tensor
 
 from kvbaton import image_file
+from kvbaton.engine.vision_config import VisionConfig
 from kvbaton.errors import ModelError, RequestError
 from kvbaton.messages.engine import Item
 
@@ -96,6 +97,19 @@ class ImageReader:
                 for name, clip in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
             )
             self.levels = (self.levels - mean) / std
+
+    def check_tower(self, vision: VisionConfig) -> None:
+        """Raise `ConfigError` unless the tower takes this processor's patches."""
+        for name, own, wanted in (
+            ("patch_size", self._patch, vision.patch_size),
+            ("merge_size", self._merge, vision.merge_size),
+            ("temporal_patch_size", self.frames, vision.temporal_patch_size),
+        ):
+            if own != wanted:
+                raise ModelError(
+                    f"{name} of the image processor is {own}, and {wanted} of the vision tower; "
+                    "they must agree"
+                )
 
     def read(self, data: bytes) -> Read:
         """Decode an image, turn it upright, resize it and cut it into patches.
