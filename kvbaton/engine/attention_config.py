@@ -218,7 +218,9 @@ class LinearAttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_value_heads: Size = field(name="linear_num_value_heads", default=32)
     key_head_dim: Size = field(name="linear_key_head_dim", default=128)
     value_head_dim: Size = field(name="linear_value_head_dim", default=128)
-    conv_kernel: Annotated[int, Meta(ge=2)] = field(name="linear_conv_kernel_dim", default=4)
+    conv_kernel: Annotated[int, Meta(ge=2, le=1 << 16)] = field(
+        name="linear_conv_kernel_dim", default=4
+    )
 
     @property
     def layers(self) -> tuple[bool, ...]:

@@ -18,6 +18,9 @@ from kvbaton.types import Positive, Size
 RotaryBase = Annotated[float, msgspec.Meta(gt=1)]
 """Base of a rotation: frequencies are its negative powers."""
 
+MAX_TURNS = 1e9
+"""Largest ``beta_fast``; far more turns than any context has positions."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -200,9 +203,10 @@ def read_local_rope(raw: RawRotary) -> RopeConfig:
 
 def _yarn(rope: RotaryEntry, theta: float, factor: float, original: int) -> RopeConfig:
     fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
-    if not 0 < slow < fast:
+    if not 0 < slow < fast <= MAX_TURNS:
         raise ModelError(
-            f"rope_type 'yarn' needs beta_fast {fast:g} above beta_slow {slow:g} above 0"
+            f"rope_type 'yarn' needs beta_fast {fast:g} above beta_slow {slow:g} above 0, "
+            f"and at most {MAX_TURNS:g}"
         )
     attention_factor = rope.attention_factor
     if attention_factor is None:
