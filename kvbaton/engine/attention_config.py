@@ -218,7 +218,9 @@ class LinearAttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_value_heads: Size = field(name="linear_num_value_heads", default=32)
     key_head_dim: Size = field(name="linear_key_head_dim", default=128)
     value_head_dim: Size = field(name="linear_value_head_dim", default=128)
-    conv_kernel: Annotated[int, Meta(ge=2)] = field(name="linear_conv_kernel_dim", default=4)
+    conv_kernel: Annotated[int, Meta(ge=2, le=1 << 16)] = field(
+        name="linear_conv_kernel_dim", default=4
+    )
 
     @property
     def layers(self) -> tuple[bool, ...]:
@@ -307,6 +309,13 @@ class Gemma4Config:
     softcap: float
 
 
+class _RawGemma4Layer(msgspec.Struct):
+    """Settings of a layer that differ from those of the model."""
+
+    head_dim: int | None = None
+    num_key_value_heads: int | None = None
+
+
 class _RawGemma4(msgspec.Struct):
     """The fields of ``config.json`` that are read, under their own names, with their defaults."""
 
@@ -314,10 +323,11 @@ class _RawGemma4(msgspec.Struct):
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int = 4
+    head_dim: int = 256
     layer_types: list[str] | None = None
     global_head_dim: int = 512
     num_global_key_value_heads: int | None = None
-    per_layer_config: dict[str, dict[str, Any]] | None = None
+    per_layer_config: dict[str, _RawGemma4Layer] | None = None
     attention_k_eq_v: bool = False
     num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False
@@ -360,17 +370,17 @@ def read_gemma4(content: Mapping[str, Any], architecture: str) -> Gemma4Config |
     head_dim, heads = raw.global_head_dim, None
     if raw.attention_k_eq_v:
         heads = raw.num_global_key_value_heads
-    # As transformers saves it: the settings in which layers differ.
-    overrides = raw.per_layer_config or {}
-    named = [overrides[str(i)] for i in range(count) if str(i) in overrides]
-    if named:
-        head_dim = int(named[0].get("head_dim", head_dim))
-        heads = named[0].get("num_key_value_heads", heads)
-    heads = int(heads or raw.num_key_value_heads)
-    if head_dim < 1 or heads < 1 or raw.num_attention_heads % heads:
+    # As transformers saves it: the settings in which layers differ, in place of `global_head_dim`.
+    if (overrides := raw.per_layer_config) is not None:
+        named = [overrides[str(i)] for i in range(count) if str(i) in overrides]
+        own_sizes = named[0] if named else _RawGemma4Layer()
+        head_dim, heads = own_sizes.head_dim or raw.head_dim, own_sizes.num_key_value_heads
+    heads = heads or raw.num_key_value_heads
+    if head_dim < 1 or head_dim % 2 or heads < 1 or raw.num_attention_heads % heads:
         raise ModelError(
-            f"global_head_dim {head_dim} and num_global_key_value_heads {heads} must be positive, "
-            f"the latter a divisor of num_attention_heads {raw.num_attention_heads}"
+            f"global_head_dim {head_dim} must be positive and even, and "
+            f"num_global_key_value_heads {heads} a divisor of num_attention_heads "
+            f"{raw.num_attention_heads}"
         )
     return Gemma4Config(
         kv_layers=tuple(i if i < own else last[kind] for i, kind in enumerate(kinds)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,11 +42,16 @@ from kvbaton.kernels.mxfp4 import pack_mxfp4, quantize_mxfp4
 from kvbaton.kernels.quantize_fp8 import quantize_fp8
 from kvbaton.messages import UNREADABLE
 
+logger = logging.getLogger(__name__)
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOWER_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
 STAGED_FROM = 1 << 20
 """Size in bytes from which on a tensor is copied through pinned memory."""
+
+COMPARED_ROWS = 1 << 12
+"""Rows of two tensors that are compared at a time."""
 
 STAGED_BYTES, STAGED_PARTS = 16 << 20, 3
 """Size in bytes and number of pinned buffers: one is filled while others are copied."""
@@ -96,6 +102,13 @@ def load_model(
     """
     shard = shard or Shard()
     _check_shard(config, shard)
+    if config.tie_word_embeddings and load_format != "dummy" and has_own_head(config.folder):
+        logger.warning(
+            "%s has an output projection (lm_head) that differs from its embedding: it is used, "
+            "although config.json says tie_word_embeddings",
+            config.folder,
+        )
+        config = replace(config, tie_word_embeddings=False)
     with empty_weights(config.dtype, device):
         model = DECODERS.get(config.architecture, LlamaForCausalLM)(config, shard)
     fill_weights(pieces_of(model), config, load_format, seed, device)
@@ -326,6 +339,24 @@ def stored_tensors(folder: Path, device: torch.device) -> Iterator[dict[str, Sto
                 ours = ours.removeprefix("language_model.")
                 tensors[ours] = FileTensor(name, file, handle, upload)
         yield tensors
+
+
+def has_own_head(folder: Path) -> bool:
+    """Whether a folder has an output projection that differs from its embedding.
+
+    Raises:
+        ConfigError: A file is missing or broken.
+    """
+    with stored_tensors(folder, torch.device("cpu")) as tensors:
+        head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+        if head is None or embedding is None:
+            return False
+        if head.shape != embedding.shape:
+            return True
+        parts = (slice(i, i + COMPARED_ROWS) for i in range(0, head.shape[0], COMPARED_ROWS))
+        return any(
+            not torch.equal(head.read(part).float(), embedding.read(part).float()) for part in parts
+        )
 
 
 def load_kv_scales(config: ModelConfig, load_format: LoadFormat) -> dict[int, tuple[float, float]]:

@@ -77,6 +77,7 @@ _DEFAULTS: Mapping[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "topk_group": 4,
     },
+    "Dots1ForCausalLM": {"sliding_window": 4096},
     "Gemma4ForCausalLM": {"sliding_window": 512},
     "GptOssForCausalLM": {"rms_norm_eps": 1e-5, "sliding_window": 128},
     "Llama4ForCausalLM": {"rms_norm_eps": 1e-5},
@@ -358,6 +359,8 @@ def load_model_config(
     seeing = VISION_FAMILIES.get(architecture)
     base = (seeing or family).rope_theta
     rope = read_rope(raw, base, family.rotary_share, seeing, family.rope or RotaryEntry())
+    if nope is not None and nope.normed:  # its norm, after the rotation, takes any factor out
+        rope = replace(rope, attention_factor=1.0)
     vision = read_vision(raw.vision_config, architecture, raw.hidden_size, raw.image_token_id)
     if architecture == "Gemma3ForCausalLM":
         vision = read_siglip(whole, folder, raw.hidden_size)
@@ -503,6 +506,8 @@ def _refuse_unsupported(raw: _Raw, family: Family) -> None:
     for name in unsupported:
         if family.gemma and getattr(raw, name):
             raise ModelError(f"{name} is unsupported")
+    if raw.head_size % 2 and raw.architectures[0] not in MLA_ARCHITECTURES:
+        raise ModelError(f"head_dim {raw.head_size} must be even")
     kv_heads = raw.num_key_value_heads or raw.num_attention_heads
     if raw.num_attention_heads % kv_heads:
         raise ModelError(

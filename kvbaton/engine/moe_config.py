@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvbaton.engine.attention_config import check_sizes, convert_fields
+from kvbaton.engine.attention_config import MLA_ARCHITECTURES, check_sizes, convert_fields
 from kvbaton.errors import ModelError
 from kvbaton.types import Count, Positive
 
@@ -141,6 +141,7 @@ class _RawMoe(msgspec.Struct):
     n_group: int | None = None
     topk_group: int | None = None
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] | None = None
+    scoring_func: str | None = None
     decoder_sparse_step: int = 1
     interleave_moe_layer_step: int | None = None
     moe_layers: list[int] | None = None
@@ -148,6 +149,12 @@ class _RawMoe(msgspec.Struct):
     first_k_dense_replace: Count | None = None
     swiglu_alpha: float = 1.702
     swiglu_limit: Positive = 7.0
+
+
+def _check_is_one(name: str, value: str | None, supported: tuple[str, ...]) -> None:
+    if value not in (None, *supported):
+        need = " or ".join(map(repr, supported))
+        raise ModelError(f"config.json: {name} {value!r} is unsupported; need {need}")
 
 
 def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
@@ -158,15 +165,21 @@ def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
         architecture: Architecture that it names.
 
     Raises:
-        ConfigError: A field is missing, of the wrong type or out of range.
+        ConfigError: A field is missing, of the wrong type, out of range or unsupported.
     """
     family = MOE_FAMILIES.get(architecture)
     if family is None:
         return None
     raw = convert_fields(content, _RawMoe, architecture)
+    if architecture in MLA_ARCHITECTURES:
+        methods = ("noaux_tc",) if family.sigmoid else ("greedy", "group_limited_greedy")
+        _check_is_one("topk_method", raw.topk_method, methods)
+        _check_is_one(
+            "scoring_func", raw.scoring_func, ("sigmoid" if family.sigmoid else "softmax",)
+        )
     experts = raw.num_experts or raw.num_local_experts or raw.n_routed_experts or 0
     groups, top_groups = raw.n_group or 1, raw.topk_group or 1
-    if raw.topk_method == "greedy":
+    if raw.topk_method == "greedy" and not family.sigmoid:
         groups = top_groups = 1
     middle: int = getattr(raw, family.intermediate_size)
     shared = (

@@ -18,6 +18,9 @@ from kvbaton.types import Positive, Size
 RotaryBase = Annotated[float, msgspec.Meta(gt=1)]
 """Base of a rotation: frequencies are its negative powers."""
 
+MAX_TURNS = 1e9
+"""Largest ``beta_fast``; far more turns than any context has positions."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -139,6 +142,10 @@ def read_rope(
             raise ModelError(f"mrope_section must be three numbers that add up to {half}")
         interleaved = vision.mrope_interleaved
         return RopeConfig(theta=theta, mrope_section=section, mrope_interleaved=interleaved)
+    if raw.rope_scaling is not None and raw.rope_scaling.kind != kind:
+        raise ModelError(
+            f"rope_scaling says {raw.rope_scaling.kind!r}, rope_parameters {kind!r}; keep one"
+        )
     turned = raw.partial_rotary_factor or rope.partial_rotary_factor or share or 1.0
     if kind == "proportional":
         factor = rope.factor or 1.0
@@ -188,7 +195,7 @@ def read_local_rope(raw: RawRotary) -> RopeConfig:
         ConfigError: It is not supported; names it.
     """
     local = raw.rope_parameters.sliding_attention if raw.rope_parameters else None
-    kind = (local.rope_type if local else None) or "default"
+    kind = local.kind if local else "default"
     if kind != "default":
         raise ModelError(f"rope_type {kind!r} of windows is unsupported")
     return RopeConfig(theta=(local.rope_theta if local else None) or raw.rope_local_base_freq)
@@ -196,9 +203,10 @@ def read_local_rope(raw: RawRotary) -> RopeConfig:
 
 def _yarn(rope: RotaryEntry, theta: float, factor: float, original: int) -> RopeConfig:
     fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
-    if not 0 < slow < fast:
+    if not 0 < slow < fast <= MAX_TURNS:
         raise ModelError(
-            f"rope_type 'yarn' needs beta_fast {fast:g} above beta_slow {slow:g} above 0"
+            f"rope_type 'yarn' needs beta_fast {fast:g} above beta_slow {slow:g} above 0, "
+            f"and at most {MAX_TURNS:g}"
         )
     attention_factor = rope.attention_factor
     if attention_factor is None:

@@ -75,7 +75,7 @@ class TextSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unkno
         """Make the engine's parameters.
 
         Args:
-            room: Number of tokens that fit after the prompt.
+            room: Number of tokens that fit after the prompt, or 1.
             tokenizer: Tokenizer, for `bad_words`.
 
         Raises:
@@ -84,7 +84,7 @@ class TextSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unkno
         """
         fields = {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
         if self.max_tokens is None:
-            fields["max_tokens"] = max(1, room)
+            fields["max_tokens"] = room
         fields["bad_words_token_ids"] += bad_words_token_ids(tokenizer, self.bad_words)
         if (found := wanted(None, self.structured_outputs)) is not None:
             _, piece = found
@@ -413,7 +413,11 @@ class AsyncLLM:
                 raise RequestError(problem, param="prompt") from None
         facts = frontend.facts()
         ids = truncated(frontend, ids, given.truncate_prompt_tokens, given.max_tokens, items)
-        engine_params = given.for_engine(facts.max_model_len - len(ids), frontend.tokenizer)
+        room = max(1, facts.max_model_len - len(ids))
+        engine_params = given.for_engine(room, frontend.tokenizer)
+        if sampling_params is None:  # nobody asked for as many
+            most = min(room, engine_params.max_tokens)
+            engine_params = msgspec.structs.replace(engine_params, max_tokens=most)
         params = checked(engine_params, facts.vocab_size)
         if params.grammar:
             field = "grammar" if given.structured_outputs is None else "structured_outputs"

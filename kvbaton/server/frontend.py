@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from kvbaton.engine.outputs import TokenSource
 from kvbaton.engine.validate import INT32, Range, check_range
 from kvbaton.errors import ConfigError, RequestError
+from kvbaton.messages import UNREADABLE
 from kvbaton.messages.engine import PrefixAt, TransferSpec
 from kvbaton.server.config import EndpointConfig, GenerationConfigMode, MediaConfig
 from kvbaton.server.metrics import HttpMetrics
@@ -139,7 +140,7 @@ class Recommended(Struct, omit_defaults=True):
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=1e-6, le=100)] | None = None
-    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
     do_sample: bool | None = None
 
 
@@ -162,7 +163,7 @@ def sampling_defaults(folder: str | Path, mode: GenerationConfigMode = "auto") -
         return {}
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Recommended, strict=False)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(str(path), f"{error}; or start with --generation-config=none") from error
     named = msgspec.to_builtins(found)
     if named.pop("do_sample", None) is False:

@@ -19,7 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.encoder.images import ImageReader, decode
+from kvbaton.engine.encoder.worker import encoder_executor
+from kvbaton.engine.model_config import load_model_config
 from kvbaton.errors import ConfigError, RequestError
 from tests.support.encoder_items import values_of
 
@@ -61,7 +64,6 @@ def expected(folder: Path, data: bytes) -> tuple[Any, tuple[int, ...]]:
         ("1", "PNG", {}),
         ("RGBA", "PNG", {}),
         ("LA", "PNG", {}),
-        ("I;16", "PNG", {}),
         ("P", "GIF", {}),
         ("RGB", "WEBP", {"lossless": True}),
         ("RGB", "BMP", {}),
@@ -81,6 +83,18 @@ def test_formats_and_modes_equal_transformers(
     assert read.dtype == torch.float32
     assert read_grid == grid
     np.testing.assert_array_equal(read, values)
+
+
+def test_grey_of_16_bits_is_read_like_colours_of_16_bits() -> None:
+    """By the high byte; transformers makes everything white that is not almost black."""
+    grey = np.random.default_rng(0).integers(0, 1 << 16, (16, 24), dtype=np.uint16)
+    with Image.open(BytesIO(encoded(Image.fromarray(grey)))) as stored:
+        assert stored.mode == "I;16"
+    high = (grey >> 8).astype(np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    data = encoded(Image.fromarray(grey), exif=exif)
+    np.testing.assert_array_equal(decode(data), np.stack([high[::-1, ::-1]] * 3, -1))
 
 
 @family
@@ -128,6 +142,22 @@ def test_every_orientation_beside_odd_tags(kind: str, orientation: int) -> None:
     )
     odd = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + tags + struct.pack("<Id", 0, 1.5)
     np.testing.assert_array_equal(decode(encoded(image, kind, exif=odd)), upright)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("patch_size", None), ("merge_size", 1), ("temporal_patch_size", 1)]
+)
+def test_a_processor_of_another_tower_is_refused(
+    name: str, value: int | None, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """At the start: the first image ended the engine, with all requests."""
+    folder = Path(shutil.copytree(checkpoint(family="qwen3_vl"), tmp_path / "model"))
+    path = folder / "preprocessor_config.json"
+    settings = {**json.loads(path.read_text()), name: value}
+    path.write_text(json.dumps({k: x for k, x in settings.items() if x is not None}))
+    config = EngineConfig(model=str(folder), device="cpu")
+    with pytest.raises(ConfigError, match=f"{name} of the image processor is .* tower"):
+        encoder_executor(config, load_model_config(folder)).close()
 
 
 def test_of_an_animation_the_first_frame_counts(checkpoint: Checkpoint) -> None:

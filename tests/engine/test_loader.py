@@ -71,6 +71,28 @@ def test_shards_and_one_file_give_the_same_model(checkpoint: Checkpoint) -> None
     assert torch.equal(logits(models[0]), logits(models[1]))
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_stored_output_projection_is_used_even_if_the_folder_says_tied(
+    own: bool,
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    reference: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As transformers does: a fine-tune may have changed it, and kept ``tie_word_embeddings``."""
+    folder = copy_of(checkpoint(tied=True), tmp_path)
+    tensors = load_file(folder / SINGLE)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1] += own
+    save_file(tensors | {"lm_head.weight": head}, folder / SINGLE, {"format": "pt"})
+    model = load_model(load_model_config(folder), device=CPU)
+    with torch.inference_mode():
+        expected = reference(folder)(torch.arange(20, 40)[None]).logits[0]
+    torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
+    assert (model.lm_head is not None) == own
+    assert ("tie_word_embeddings" in caplog.text) == own
+
+
 def test_dtype_is_converted_on_the_way(checkpoint: Checkpoint) -> None:
     config = load_model_config(checkpoint(), "bfloat16")
     model = load_model(config, device=CPU)

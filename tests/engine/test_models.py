@@ -69,6 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "attn_temperature_tuning": False,
         },
     },
+    "llama4-yarn": {"family": "llama4", "num_layers": 3, "config": {"rope_scaling": YARN}},
     "mistral": {"family": "mistral"},
     "mistral-window": {"family": "mistral", "config": {"sliding_window": 11}},
     "qwen2": {"family": "qwen2"},
@@ -83,7 +84,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "deepseek_v3",
         "config": {"rope_interleave": False, "n_group": 1, "topk_group": 1},
     },
-    "dots1": {"family": "dots1", "num_layers": 3},
+    "dots1": {  # transformers does not read its topk_method
+        "family": "dots1",
+        "num_layers": 3,
+        "config": {"topk_method": "greedy"},
+    },
     "dots1-windows": {
         "family": "dots1",
         "config": {"sliding_window": 11, "max_window_layers": 1, "n_group": 1, "topk_group": 1},
@@ -132,6 +137,7 @@ DEEPSEEK = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+V2 = {"architectures": ["DeepseekV2ForCausalLM"]}
 LLAMA4 = {
     "architectures": ["Llama4ForCausalLM"],
     "num_local_experts": 8,
@@ -322,8 +328,13 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         ({"architectures": ["GPT2LMHeadModel"], "hidden_size": None}, "Qwen3ForCausalLM"),
         ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "longrope"),
         ({"rope_scaling": {"type": "yarn"}}, "'yarn' needs a factor"),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling says 'yarn', rope_parameters 'default'",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "a factor from 1 on, not 0.5"),
         ({"rope_scaling": YARN | {"beta_fast": 1}}, "beta_fast 1 above beta_slow 1"),
+        ({"rope_scaling": YARN | {"beta_fast": 1e308}}, "beta_fast 1e[+]308"),
         ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor 0"),
         (GPT_OSS | {"sliding_window": None}, "sliding_window is missing"),
         (GPT_OSS | {"layer_types": None}, "sliding_window needs layer_types"),
@@ -334,6 +345,10 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         (DEEPSEEK | {"v_head_dim": 193}, "v_head_dim 193 is not within 1 and 192"),
         (DEEPSEEK | {"qk_rope_head_dim": 31}, "qk_rope_head_dim 31 must be even"),
         (DEEPSEEK | {"q_lora_rank": "much"}, "q_lora_rank"),
+        (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func 'softmax'.* need 'sigmoid'"),
+        (DEEPSEEK | {"topk_method": "greedy"}, "topk_method 'greedy'.* need 'noaux_tc'"),
+        (DEEPSEEK | V2 | {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'.* need 'softmax'"),
+        (DEEPSEEK | V2 | {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs a factor"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
@@ -366,16 +381,22 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         (QWEN3_NEXT | {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is no multiple"),
         (QWEN3_NEXT | {"linear_conv_kernel_dim": 1}, ">= 2 - at `[$].linear_conv_kernel_dim`"),
+        (QWEN3_NEXT | {"linear_conv_kernel_dim": 1 << 70}, "`[$].linear_conv_kernel_dim`"),
         (QWEN3_NEXT | {"layer_types": ["linear_attention"]}, "layer_types and num_hidden_layers"),
         (QWEN3_NEXT | {"layer_types": ["linear_attention"] * 2}, "a layer of 'full_attention'"),
         (QWEN3_NEXT | {"layer_types": ["full_attention", "mamba"]}, "mamba"),
         (QWEN3_NEXT | {"partial_rotary_factor": 0.3}, "partial_rotary_factor 0.3"),
+        (
+            GEMMA4 | {"rope_parameters": {"sliding_attention": {"type": "linear", "factor": 2.0}}},
+            "rope_type 'linear' of windows",
+        ),
         ({"rope_theta": -10_000.0}, "> 1.0 - at `[$].rope_theta`"),
         ({"rope_theta": 0}, "> 1.0 - at `[$].rope_theta`"),
         ({"rope_scaling": {"rope_theta": -1}}, "> 1.0 - at `[$].rope_scaling.rope_theta`"),
         ({"rope_scaling": LLAMA3_ROPE | {"factor": -8}}, "> 0.0 - at `[$].rope_scaling.factor`"),
         ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 40}}, "a high_freq_factor above that"),
         ({"head_dim": -64}, ">= 1 - at `[$].head_dim`"),
+        ({"head_dim": 15}, "head_dim 15 must be even"),
         ({"num_key_value_heads": 0}, ">= 1 - at `[$].num_key_value_heads`"),
         ({"rms_norm_eps": -1e-6}, ">= 0.0 - at `[$].rms_norm_eps`"),
         (GPT_OSS | {"sliding_window": -11}, ">= 0 - at `[$].sliding_window`"),
@@ -408,7 +429,16 @@ def test_gpt_oss_as_published_names_no_dtype(
     assert config.windows == (11, 0)
 
 
-@pytest.mark.parametrize("config", [{}, MODELS["gemma4-keys-are-values"]["config"]], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        MODELS["gemma4-keys-are-values"]["config"],
+        {"global_head_dim": 16},  # as wide as those of layers with a window
+        {"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ],
+    ids=str,
+)
 def test_gemma4_as_transformers_saves_it(
     config: dict[str, Any], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -487,6 +517,7 @@ def test_a_model_without_an_end_token_is_told(
     [
         ("DeepseekV2ForCausalLM", "deepseek_v2"),
         ("DeepseekV3ForCausalLM", "deepseek_v3"),
+        ("Dots1ForCausalLM", "dots1"),
         ("Gemma4ForCausalLM", "gemma4_text"),
         ("GptOssForCausalLM", "gpt_oss"),
         ("Llama4ForCausalLM", "llama4_text"),
@@ -505,6 +536,9 @@ def test_what_a_folder_leaves_out_is_what_transformers_takes(
     whole = CONFIG_MAPPING[kind]().to_dict() | {"architectures": [architecture]}
     if kind == "deepseek_v2":  # whose own defaults make no model
         whole |= {"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
+    if kind == "dots1":  # likewise
+        whole |= {"num_experts_per_tok": 2, "n_routed_experts": 8, "max_window_layers": 9}
+        del whole["layer_types"]
     config = tmp_path / "config.json"
     config.write_text(json.dumps(whole))
     expected = load_model_config(tmp_path)

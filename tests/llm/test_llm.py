@@ -62,6 +62,14 @@ def test_logits_that_are_nan_end_their_request_and_no_other(
         assert answer.outputs[0].finish_reason == "length"
 
 
+def test_default_parameters_ask_for_no_more_than_fits(llm: LLM) -> None:
+    """Neither 16 tokens nor what ``generation_config.json`` recommends were asked for by anyone."""
+    (answer,) = llm.generate({"prompt_token_ids": [9] * 508}, use_tqdm=False)
+    assert len(answer.outputs[0].token_ids) <= 4
+    with pytest.raises(RequestError, match="508 and 16 are to be generated"):
+        llm.generate({"prompt_token_ids": [9] * 508}, SamplingParams(), use_tqdm=False)
+
+
 @torch.inference_mode()
 def continued(reference: Any, ids: list[int], count: int) -> list[int]:
     known = torch.tensor([ids])

@@ -42,9 +42,24 @@ def test_none_where_they_are_not_wanted_or_not_meant(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1}, {"top_p": "x"}, {"top_k": -7}, {"repetition_penalty": 0}, []]
+    "wrong",
+    [
+        {"temperature": -1},
+        {"top_p": "x"},
+        {"top_k": -7},
+        {"repetition_penalty": 0},
+        {"max_new_tokens": 1 << 31},
+        [],
+    ],
 )
 def test_what_no_request_may_have_is_refused(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(ConfigError, match="--generation-config=none") as raised:
         sampling_defaults(write(tmp_path, wrong))
     assert raised.value.field.endswith("generation_config.json")
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ConfigError, match="--generation-config=none"):
+        sampling_defaults(tmp_path)

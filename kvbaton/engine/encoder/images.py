@@ -3,7 +3,8 @@
 Everything that needs the CPU works on bytes: decode, resize, cut. The tower's device maps each byte
 to its value with a table, so that an eighth of the bytes is kept and moved. The result equals, bit
 for bit, that of the model's processor in ``transformers``, whose import alone takes two seconds of
-CPU. Images are read in parallel, ahead of the steps that need them.
+CPU (except for grey of 16 bits, which becomes white there). Images are read in parallel, ahead of
+the steps that need them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from PIL import ExifTags, Image
 from torch import Tensor
 
 from kvbaton import image_file
+from kvbaton.engine.vision_config import VisionConfig
 from kvbaton.errors import ModelError, RequestError
 from kvbaton.messages.engine import Item
 
@@ -95,6 +97,19 @@ class ImageReader:
             )
             self.levels = (self.levels - mean) / std
 
+    def check_tower(self, vision: VisionConfig) -> None:
+        """Raise `ConfigError` unless the tower takes this processor's patches."""
+        for name, own, wanted in (
+            ("patch_size", self._patch, vision.patch_size),
+            ("merge_size", self._merge, vision.merge_size),
+            ("temporal_patch_size", self.frames, vision.temporal_patch_size),
+        ):
+            if own != wanted:
+                raise ModelError(
+                    f"{name} of the image processor is {own}, and {wanted} of the vision tower; "
+                    "they must agree"
+                )
+
     def read(self, data: bytes) -> Read:
         """Decode an image, turn it upright, resize it and cut it into patches.
 
@@ -123,7 +138,10 @@ def decode(data: bytes) -> Image.Image:
     with image_file.opened(data) as image:
         image.load()  # a PNG's EXIF may follow its pixels
         turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-        return (image if turn is None else image.transpose(turn)).convert("RGB")
+        upright = image if turn is None else image.transpose(turn)
+        if upright.mode.startswith("I;16"):  # Pillow's conversion makes all above 255 white
+            upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+        return upright.convert("RGB")
 
 
 @dataclass(frozen=True)

@@ -294,11 +294,13 @@ def encoder_executor(config: EngineConfig, model: ModelConfig) -> Executor:
 
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        reader = ImageReader(model.folder)
+        reader.check_tower(vision)
         tower = load_vision(model, device=device, load_format=config.load_format, seed=config.seed)
         most = 1
         if device.type == "cuda":
             most = max(largest_item(model), config.max_num_encoder_tokens)
-        readings = Readings(ImageReader(model.folder), pin=device.type == "cuda")
+        readings = Readings(reader, pin=device.type == "cuda")
         encoder = Encoder(tower, readings, vision, device, pool.data.dtype, most=most)
     thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
     return Executor(WorkerGroup([thread]), lambda _: EncoderWorker(pool, encoder))
