@@ -11,10 +11,12 @@ SHARED = (
     "tests/matrix/",
     "tests/llm/",
     "tests/conformance/test_remote_stores_conform.py::TestS3",
+    "tests/examples/test_vendor_store.py",
+    "tests/examples/test_vendor_transport.py",
     "tests/engine/test_worker_process.py",
     "tests/server/test_supervisor.py",
 )
-"""Groups whose tests share processes that are slow to start: each runs in one worker.
+"""Groups whose tests share what is slow to start or to install: each runs in one worker.
 
 The largest group starts first.
 """
