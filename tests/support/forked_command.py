@@ -26,6 +26,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.support.altered import alter
 from tests.support.fork_server import end_with, exit_status, fork_server
 
 IMPORTS = (
@@ -124,6 +125,7 @@ def main(words: list[str]) -> None:
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")  # with more threads no core can be forked
     quicken_ucx()
     quicken_trials()
+    alter()
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in folders if folder and folder not in sys.path]
 

@@ -57,6 +57,14 @@ class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
             super()._reschedule(node)
 
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        """As in xdist, but forget what is done: with each report it counts all that it knows."""
+        super().mark_test_complete(node, item_index, duration)
+        assigned = self.assigned_work[node]
+        scope = self._split_scope(self.registered_collections[node][item_index])
+        if all(assigned[scope].values()):
+            del assigned[scope]
+
     def remove_node(self, node: Any) -> str | None:
         """As in xdist: a dead worker's tests go to others, except the test at which it died."""
         units = {s: u for s, u in self.assigned_work.pop(node).items() if not all(u.values())}
