@@ -44,6 +44,13 @@ IMPORTS = (
     "nixl_cu13",
     "tests.support.warmed",
 )
+QUICK_UCX = {"UCX_MEM_EVENTS": "n"}
+"""Environment without UCX's memory hooks: it spins for 0.4 s to patch their code.
+
+The hooks serve its registration cache, which memory that kvbaton registers does not need. The
+tests' own processes, and those that execute Python anew, keep UCX's default. (Its alternative,
+relocation tables, mixes two allocators, which has crashed a core.)
+"""
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x20000000, 0x40000000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
@@ -158,13 +165,9 @@ def _isolate(network: str) -> None:
 
 
 def quicken_ucx() -> None:
-    """Disable UCX's memory hooks: it spins for 0.4 s to patch their code.
-
-    The hooks serve its registration cache, which memory that kvbaton registers does not need. The
-    tests' own processes, and those that execute Python anew, keep UCX's default. (Its alternative,
-    relocation tables, mixes two allocators, which has crashed a core.)
-    """
-    os.environ.setdefault("UCX_MEM_EVENTS", "n")
+    """Have `QUICK_UCX` in this process."""
+    for name, value in QUICK_UCX.items():
+        os.environ.setdefault(name, value)
 
 
 def quicken_trials() -> None:
