@@ -77,4 +77,4 @@ def _hold_steps(path: Path) -> None:
                 return
         launch(core)
 
-    EngineCore.launch = launch_unless_held  # type: ignore[method-assign]
+    EngineCore.launch = launch_unless_held  # type: ignore[method-assign, assignment]
