@@ -114,6 +114,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kit's remote processes are forked: importing torch or NIXL anew takes each 1.5 s.
+
+    That they start as they do for users, `tests/doctor` and one test of `tests/bench` see.
+    """
+    from kvbaton.testing import remote
+    from tests.support.forked_remote import popen
+
+    monkeypatch.setattr(remote, "Popen", popen)
+
+
+@pytest.fixture
 def drive() -> Iterator[Callable[..., Driver]]:
     """Makes drivers, and closes them."""
     from tests.support.driver import Driver

@@ -20,6 +20,7 @@ from kvbaton.cli import main
 from kvbaton.connectors.store import Found, Hints, Store
 from kvbaton.connectors.stores.filesystem import FilesystemStore
 from kvbaton.connectors.stores.memory import MemoryStore
+from kvbaton.doctor import main as doctor
 from kvbaton.doctor.main import try_store
 from kvbaton.errors import StoreError
 from tests.support.few_keys import FEW_KEYS
@@ -199,6 +200,7 @@ def test_a_plot_needs_matplotlib(
     assert "pip install 'kvbaton[plots]'" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_bench_measures_a_transport(tmp_path: Path) -> None:
     out = tmp_path / "tcp.json"
     words = ["--object-bytes", "8K", "--bytes", "64K", "--out", str(out)]
@@ -301,6 +303,13 @@ def test_dropping_pages_keeps_the_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "deep" / "file").read_bytes() == b"x" * 10_000
 
 
+@pytest.fixture
+def quick_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transports move little, and so does the copy beside them: they are not what is tried."""
+    monkeypatch.setattr(doctor, "NUM_BYTES", 4 << 20)
+
+
+@pytest.mark.usefixtures("quick_doctor")
 def test_the_doctor_tries_stores(tmp_path: Path, capsys: Capture) -> None:
     spec = f'filesystem:{{"path": "{tmp_path}"}}'
     words = ["doctor", "--transport=memory", f"--store={spec}", "--store=memory"]
@@ -348,6 +357,7 @@ def test_a_tier_that_is_out_is_told_of() -> None:
     assert trial.warnings == ["tiered: faulty is passed over: injected error"]
 
 
+@pytest.mark.usefixtures("quick_doctor")
 @pytest.mark.parametrize("opens", [False, True], ids=["open", "lookup"])
 @pytest.mark.parametrize(
     "words",

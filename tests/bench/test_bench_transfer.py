@@ -17,6 +17,7 @@ from kvbaton.cli import main
 from kvbaton.errors import TransportError
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_it_reports_every_method_at_every_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ class Unstartable:
         raise RuntimeError("no device")
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_wrong_bytes_are_noticed() -> None:
     load = transfer.TransferLoad(transports=("tcp",), block_bytes=(8192,), num_bytes=65536)
     source = np.arange(65536, dtype=np.uint8)

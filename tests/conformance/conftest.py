@@ -1,11 +1,8 @@
-"""Which cases of the kit run in `make test-slow`, and how its far processes start here."""
+"""Which cases of the kit run in `make test-slow`; its remote processes are forked."""
 
 from __future__ import annotations
 
 import pytest
-
-from kvbaton.testing import remote
-from tests.support.forked_remote import popen
 
 SLOW = tuple(
     f"TestS3::test_store[{case}]"  # the server in Python takes seconds of CPU time for each
@@ -27,9 +24,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Far processes of the kit need not import all anew: that takes seconds with some connectors.
-
-    That they start as they do for others, `tests/doctor` and `tests/bench` see.
-    """
-    monkeypatch.setattr(remote, "Popen", popen)
+def always_forked_workers(forked_workers: None) -> None:
+    """In all tests of this folder."""

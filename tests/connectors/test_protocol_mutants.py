@@ -798,32 +798,43 @@ TELLING: dict[int, str] = {
     1: "fences_a_healthy_peer declines_no_item",
     3: (
         "trusts_what_it_fetched forgets_the_penalties loses_the_seed repeats_the_last_token "
-        "stops_the_source_before_the_target_has_it lets_the_source_go_on "
-        "never_ends_leaving_a_node"
+        "stops_the_source_before_the_target_has_it lets_the_source_go_on never_ends_leaving_a_node"
     ),
     5: "believes_a_fence_that_did_not_hold knows_no_common_block_border",
-    8: "takes_foreign_messages posts_again",
-    12: "never_asks_what_has_drained takes_a_reserve_of_another_prompt",
+    8: "posts_again takes_foreign_messages",
+    12: "takes_a_reserve_of_another_prompt",
     13: "cancels_once",
     19: "resumes_as_a_longer_prompt",
-    21: "ends_quarantine_with_the_session reports_blocks_of_a_step_in_flight",
+    21: "reports_blocks_of_a_step_in_flight",
+    24: (
+        "frees_on_cancel trusts_complete takes_all_for_valid ends_quarantine_with_the_session "
+        "hands_out_reserved_blocks fails_twice drains_early releases_early never_releases "
+        "reuses_blocks_that_are_sent gives_no_prepared_write_back sends_a_wrong_first_token "
+        "ignores_a_target_that_is_gone forgets_the_lease takes_stale_sessions "
+        "admits_duplicate_numbers checks_no_reserve checks_no_notice"
+    ),
+    27: "never_asks_what_has_drained",
     29: "counts_one_part_for_all lets_go_of_rows_that_a_step_reads",
     38: "frees_on_timeout",
     41: "forgets_cancels checks_no_ack",
     43: (
-        "asks_for_no_logprobs resumes_a_token_too_late heeds_answers_after_it_has_cancelled "
-        "pins_without_limit pins_for_one_peer_without_limit drops_unknown_cancels"
+        "drops_unknown_cancels pins_without_limit pins_for_one_peer_without_limit "
+        "asks_for_no_logprobs resumes_a_token_too_late heeds_answers_after_it_has_cancelled"
     ),
     46: "fails_after_cancel",
+    53: (
+        "trusts_notices keeps_delivered_blocks_in_quarantine delivers_and_fails signs_at_push "
+        "never_evicts evicts_nothing_from_the_cache checks_no_hello takes_every_item_for_ready "
+        "reuses_blocks_of_pinned_items waits_for_items_of_a_sequence_that_is_over"
+    ),
     62: "takes_a_request_of_another_prompt sends_another_block takes_all_as_come",
     69: "lets_a_reserve_change renews_no_lease",
-    86: ("takes_welcome_for_drained takes_closed_for_drained says_drained_as_soon_as_it_is_asked"),
-    115: "forgets_what_stops_it",
+    86: "takes_welcome_for_drained takes_closed_for_drained says_drained_as_soon_as_it_is_asked",
     119: "checks_no_complete",
     126: "ignores_a_source_that_is_gone",
     149: "keeps_nothing_alive",
     158: "counts_one_notice_for_all lets_go_while_it_pushes",
-    187: "takes_over_with_a_gap",
+    187: "forgets_what_stops_it takes_over_with_a_gap",
     198: "tells_no_progress keeps_no_sums_of_what_it_received",
     216: "takes_a_lost_peers_writes_for_gone",
     259: "a_failed_move_ends_the_request",

@@ -14,23 +14,17 @@ from kvbaton.connectors.base import Memory, Status
 from kvbaton.connectors.transports.tcp import TcpTransport
 from kvbaton.connectors.transports.tcp_staging import LANE_BYTES
 from kvbaton.errors import ConfigError, TransportError
-from kvbaton.testing import remote
 from kvbaton.testing.suite import TransportTests
 from kvbaton.testing.transport_rig import Pair, fresh_name, memory_of, pack, random_rows
 from tests.connectors.staged_tcp import FakeGpu, StagedTcp
-from tests.support.forked_remote import popen
 from tests.support.waiting import PATIENCE_S
 
 
+@pytest.mark.usefixtures("forked_workers")
 class TestStagedConforms(TransportTests):
     """With copies that happen as late as they may."""
 
     spec = f"{StagedTcp.__module__}:StagedTcp"
-
-    @pytest.fixture(autouse=True)
-    def forked_workers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Far processes need not import all anew."""
-        monkeypatch.setattr(remote, "Popen", popen)
 
 
 @pytest.mark.gpu

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvbaton.types import TransferTimers
+from tests.support.altered import StepHold, env_of
 from tests.support.cluster import DECODE, SLOW_CHUNK, Cluster
 from tests.support.making import making
 from tests.support.oracle import Oracle
@@ -55,12 +57,22 @@ def main_nodes(cluster: Cluster) -> tuple[Node, Node, Router]:
 
 
 @pytest.fixture(scope="session")
-def any_nodes(cluster: Cluster) -> tuple[Node, Node, Router]:
-    """Two nodes that prefill and generate, behind a router that knows nobody else."""
+def hold_of_a(cluster: Cluster) -> StepHold:
+    """Holds the steps of the first of `any_nodes`."""
+    return StepHold(cluster.folder / "any-a.hold")
+
+
+@pytest.fixture(scope="session")
+def any_nodes(cluster: Cluster, hold_of_a: StepHold) -> tuple[Node, Node, Router]:
+    """Two nodes that prefill and generate, behind a router that knows nobody else.
+
+    They give no transfer up because the machine is busy.
+    """
     router = cluster.start_router("any-router", "--policy=prefix-aware")
     flags = {"num-blocks": "512", "max-num-seqs": "24"}
-    a = cluster.start_node("any", "any-a", flags, router=router)
-    b = cluster.start_node("any", "any-b", flags, router=router)
+    patient = env_of((TransferTimers, {"progress_deadline": 40.0, "lease": 60.0}))
+    a = cluster.start_node("any", "any-a", flags, router=router, env=patient | hold_of_a.env)
+    b = cluster.start_node("any", "any-b", flags, router=router, env=patient)
     cluster.until_up(a, b, router=router, pairs=2)
     return a, b, router
 

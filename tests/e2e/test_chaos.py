@@ -160,9 +160,6 @@ class Service:
         flags = {**ENGINE, "router": f"http://{HOST}:{self.port}"}
         return self.cluster.start_node(ROLES[name], name, flags, names=self.names)
 
-    def tails(self) -> str:
-        return "\n".join(server.tail() for server in self.cluster.servers)
-
     def until_up(self) -> None:
         """All nodes serve, and both routers know all pairs: each source with each other target."""
         for node in self.nodes.values():
@@ -172,7 +169,7 @@ class Service:
             def known(router: Router = router) -> bool:
                 return router.num_pairs() == 7
 
-            poll(f"all pairs at {router.name}", known, FENCED_S, self.tails)
+            poll(f"all pairs at {router.name}", known, FENCED_S, self.cluster.tails)
 
     def fds(self) -> dict[int, int]:
         """Open files of all processes."""
@@ -254,7 +251,9 @@ def test_right_tokens_or_a_clear_error_and_nothing_left(service: Service, seed: 
             thread.join(2 * ANSWER_S)
     assert not any(thread.is_alive() for thread in threads)
     assert [wrong for client in (idle, *clients) for wrong in client.wrong] == []
-    assert sum(client.outcomes["right"] for client in clients) >= len(blows), service.tails()
+    assert sum(client.outcomes["right"] for client in clients) >= len(blows), (
+        service.cluster.tails()
+    )
     at_rest(service)
     for router in range(2):
         # Who was killed has closed its side: that is told at once, and the next is served.
@@ -323,7 +322,7 @@ def strike_under_a_long_prompt(service: Service, blow: Callable[[], None], seed:
 
     asks.start()
     try:
-        poll("a prompt is computed", computes, 30.0, service.tails)
+        poll("a prompt is computed", computes, 30.0, service.cluster.tails)
         blow()
     finally:
         asks.join(2 * ANSWER_S)

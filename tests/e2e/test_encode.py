@@ -75,7 +75,12 @@ class House:
 
     def until_paired(self, router: Router, count: int) -> None:
         """Wait until so many pairs of an encoder node and another can hand over."""
-        poll("pairs", lambda: len(router.get("/nodes")["encoder_pairs"]) == count, 20, self.why)
+        poll(
+            "pairs",
+            lambda: len(router.get("/nodes")["encoder_pairs"]) == count,
+            20,
+            self.cluster.tails,
+        )
 
     def behind(
         self, name: str, encoder: Node, rows: int = 0, *more: str, env: dict[str, str] | None = None
@@ -86,9 +91,6 @@ class House:
         router = self.cluster.start_router(name, f"--min-encode-rows={rows}", *flags, env=env)
         self.until_paired(router, 2)
         return router
-
-    def why(self) -> str:
-        return "\n".join(server.tail() for server in self.cluster.servers)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -191,7 +193,7 @@ def test_encoder_nodes_are_in_the_trace(house: House) -> None:
         router = house.behind("traced", house.e, 0, endpoint, env={"OTEL_BSP_SCHEDULE_DELAY": "20"})
         images = [picture(21), picture(22)]
         answer = router.post(CHAT, talk("One ", *images, " two", return_timings=True))
-        poll("its spans", receiver.traced, 20, house.why)
+        poll("its spans", receiver.traced, 20, house.cluster.tails)
         (trace,) = receiver.traced()
         spans = receiver.trace(trace)
         house.cluster.stop([router])

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvbaton.router.failing_pairs import FailingPair
 from kvbaton.types import TransferTimers
+from tests.support.altered import env_of
 from tests.support.cluster import Cluster
 from tests.support.prompts import prompt_of
 from tests.support.served_pair import POOL
@@ -19,8 +21,11 @@ from tests.support.servers import Router, poll
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
-LOST_S = TransferTimers().progress_deadline
+LOST_S = 2.0
 """What a request pays whose KV does not arrive."""
+QUICK = env_of(
+    (TransferTimers, {"progress_deadline": LOST_S}), (FailingPair, {"period_s": 1.5 * LOST_S})
+)
 ASK_S = 0.2
 """Between two requests of a client that waits for the pair; without it they take a core."""
 
@@ -40,9 +45,9 @@ def test_a_pair_that_hands_nothing_over_is_put_out_and_comes_back(
         return {"transport": f"tests.connectors_broken.switched:DeafTransport:{options}"}
 
     try:
-        router = cluster.start_router("router", f"--workers={workers}")
-        p = cluster.start_node("prefill", "p", over(""), router=router)
-        d = cluster.start_node("decode", "d", over(str(deaf)), router=router)
+        router = cluster.start_router("router", f"--workers={workers}", env=QUICK)
+        p = cluster.start_node("prefill", "p", over(""), router=router, env=QUICK)
+        d = cluster.start_node("decode", "d", over(str(deaf)), router=router, env=QUICK)
         cluster.until_up(p, d, router=router, pairs=1)
         seeds = iter(range(1, 10_000))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.altered import StepHold
 from tests.support.cluster import Cluster
 from tests.support.served_pair import POOL, bytes_per_token, settle
 from tests.support.servers import Node, Router, completion
@@ -22,6 +23,8 @@ MAX_TOKENS = 340
 NUMBERS = itertools.count()
 LEAVES_AT = 24
 """Tokens that every stream has told when the node is drained."""
+MAX_HELD = 120
+"""Tokens after which the node waits for the drain: the last prompt is computed long before."""
 KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.9, "seed": 11},
@@ -136,19 +139,12 @@ def outcomes(router: Router, outcome: str) -> float:
     return router.metrics()("kvbaton_router_moves_total", outcome=outcome)
 
 
-def start_at(node: Node, other: Node, router: Router, bodies: list[dict[str, Any]]) -> list[Stream]:
-    """Streams that one node generates, and have told some tokens."""
-    name = other.info()["node_id"]
-    router.post(f"/nodes/{name}/pause", {})
-    streams = [Stream(router, body) for body in bodies]
-    for stream in streams:
-        stream.until(LEAVES_AT)
-    router.post(f"/nodes/{name}/resume", {})
-    return streams
-
-
 def test_a_drained_node_hands_its_sequences_over_with_their_kv(
-    any_nodes: tuple[Node, Node, Router], start_router: StartRouter, model: Path, prompt: Prompt
+    any_nodes: tuple[Node, Node, Router],
+    hold_of_a: StepHold,
+    start_router: StartRouter,
+    model: Path,
+    prompt: Prompt,
 ) -> None:
     a, b, _ = any_nodes
     router = start_router()
@@ -162,8 +158,13 @@ def test_a_drained_node_hands_its_sequences_over_with_their_kv(
         settle(node)
         node.forget()
     before = {node: node.metrics() for node in (a, b)}
-    streams = start_at(a, b, router, bodies)
-    answer = router.post("/nodes/any-a/drain", {})
+    router.post("/nodes/any-b/pause", {})
+    with hold_of_a.between(len(bodies), MAX_HELD):
+        streams = [Stream(router, body) for body in bodies]
+        for stream in streams:
+            stream.until(LEAVES_AT)
+        router.post("/nodes/any-b/resume", {})
+        answer = router.post("/nodes/any-a/drain", {})
     assert answer["requests"] == len(streams), "all run there"
     told = [stream.result() for stream in streams]
     assert told == expected

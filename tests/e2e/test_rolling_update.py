@@ -179,10 +179,7 @@ class Fleet:
         def known() -> bool:
             return router.num_pairs() == pairs
 
-        poll(f"{pairs} pairs at {router.name}", known, 120.0, self.tails)
-
-    def tails(self) -> str:
-        return "\n".join(server.tail() for server in self.cluster.servers)
+        poll(f"{pairs} pairs at {router.name}", known, 120.0, self.cluster.tails)
 
     def end(self, server: Server) -> None:
         """``preStop``, then SIGTERM: its process must end by itself, with nothing left to do."""
@@ -191,7 +188,7 @@ class Fleet:
         done = subprocess.run(
             [sys.executable, "-m", "kvbaton", *words], capture_output=True, text=True, timeout=120
         )
-        assert done.returncode == 0, done.stderr + self.tails()
+        assert done.returncode == 0, done.stderr + self.cluster.tails()
         began = time.monotonic()
         self.cluster.stop([server])
         assert time.monotonic() - began < promised(20.0), "it was idle"
@@ -206,7 +203,7 @@ class Fleet:
             except HttpFailure:
                 return False
 
-        poll("it is drained", lambda: not is_ready(), 60.0, self.tails)
+        poll("it is drained", lambda: not is_ready(), 60.0, self.cluster.tails)
         self.service.routers.remove(router)
 
     def books(self, name: str) -> Metrics:
@@ -270,7 +267,7 @@ def test_every_node_is_replaced_under_load(fleet: Fleet, load: Load) -> None:
         return fleet.books(name)("kvbaton_prompt_tokens_total", source="transferred")
 
     for name in ("d0", "d1"):  # the new ones take part
-        poll(f"{name} takes part", partial(transferred, name), 60.0, fleet.tails)
+        poll(f"{name} takes part", partial(transferred, name), 60.0, fleet.cluster.tails)
     load.end()
     assert not load.wrong
     # Each finished what it had: only what was on its way to a node while it said no went elsewhere.

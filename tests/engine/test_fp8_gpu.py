@@ -13,7 +13,8 @@ import torch
 from kvbaton.engine.models.linear import FP8Method
 from kvbaton.kernels.quantize_fp8 import quantize_fp8_reference
 from kvbaton.kernels.silu_and_mul import silu_and_mul_reference
-from tests.engine.test_gpu import GPU, MODELS, expected_logits, random_tokens
+from tests.engine.test_gpu import GPU, MODELS, expected_logits
+from tests.support.prompts import random_tokens
 
 pytestmark = [
     pytest.mark.gpu,

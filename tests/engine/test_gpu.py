@@ -14,6 +14,7 @@ import torch
 from kvbaton.kernels.digest import block_sums
 from kvbaton.messages.engine import SamplingParams
 from tests.support.digests import digest_of
+from tests.support.prompts import random_tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,11 +97,6 @@ TOLERANCE = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.15}
 def ieee_products() -> None:
     """transformers may have asked for TF32."""
     torch.backends.cuda.matmul.allow_tf32 = False
-
-
-def random_tokens(rng: np.random.Generator, count: int) -> list[int]:
-    ids: list[int] = rng.integers(3, 384, count).tolist()
-    return ids
 
 
 def expected_logits(model: Any, ids: list[int]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.layers import inverse_frequencies
 from kvbaton.errors import ConfigError
+from tests.support.prompts import random_tokens
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -155,11 +156,6 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 8}
 CPU = torch.device("cpu")
 MIXTURES = [(name, "float32") for name in ("deepseek_v2", "deepseek_v3", "gpt_oss")]
 DTYPES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
-
-
-def random_tokens(rng: np.random.Generator, count: int) -> list[int]:
-    ids: list[int] = rng.integers(3, 384, count).tolist()
-    return ids
 
 
 def greedy_along(model: Any, ids: list[int], tokens: list[int], count: int) -> list[int]:

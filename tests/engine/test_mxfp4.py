@@ -15,8 +15,9 @@ from kvbaton.engine.collectives import Shard
 from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.errors import ConfigError
-from tests.engine.test_gpu import GPU, MODELS, expected_logits, random_tokens
+from tests.engine.test_gpu import GPU, MODELS, expected_logits
 from tests.engine.test_tensor_parallel import GREEDY, PROMPTS, served, tokens
+from tests.support.prompts import random_tokens
 from tests.support.quantized_files import mxfp4_folders
 
 __all__ = ["served"]

@@ -20,9 +20,10 @@ import kvbaton.kernels
 from kvbaton.engine.cuda.graphs import DecodeGraphs
 from kvbaton.kernels import prefill_attention
 from kvbaton.messages.engine import SamplingParams
-from tests.engine.test_gpu import MODELS, random_tokens
+from tests.engine.test_gpu import MODELS
 from tests.support.digests import digest_of
 from tests.support.driver import Driver
+from tests.support.prompts import random_tokens
 
 pytestmark = [
     pytest.mark.gpu,

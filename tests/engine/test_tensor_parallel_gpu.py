@@ -18,9 +18,10 @@ import torch
 from kvbaton.engine.collectives import AbortedError
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.messages.engine import SamplingParams
-from tests.engine.test_gpu import GPU, MIXTURES, MODELS, TOLERANCE, check_greedy, random_tokens
+from tests.engine.test_gpu import GPU, MIXTURES, MODELS, TOLERANCE, check_greedy
 from tests.engine.test_tensor_parallel import GREEDY, PROMPTS, Served, tokens
 from tests.support.digests import digest_of
+from tests.support.prompts import random_tokens
 
 pytestmark = [
     pytest.mark.multigpu,

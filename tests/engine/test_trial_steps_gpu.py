@@ -14,8 +14,8 @@ import torch
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.step_costs import Terms, step_costs
-from tests.engine.test_gpu import random_tokens
 from tests.support.checkpoints import CheckpointSpec, write_config
+from tests.support.prompts import random_tokens
 
 pytestmark = [
     pytest.mark.gpu,

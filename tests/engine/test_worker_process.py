@@ -135,15 +135,17 @@ def lack_a_file() -> Any:
     raise FileNotFoundError("model.safetensors")
 
 
-def test_why_none_can_be_made_is_told_and_is_not_taken_for_the_end_of_its_parent() -> None:
-    process = WorkerProcess(refuse, "rank 1")
+def test_why_none_can_be_made_is_told_and_is_not_taken_for_the_end_of_its_parent(
+    running: WorkerProcess,
+) -> None:
+    process = running
+    process._made = process._ask("make", refuse)
     with pytest.raises(ConfigError, match=r"^--num-blocks: must be 3$") as found:
         process.wait_made()
     assert found.value.field == "--num-blocks"
     with pytest.raises(RuntimeError, match=r"FileNotFoundError: model\.safetensors"):
         process._ask("make", lack_a_file).result()
     process.check()
-    process.close()
 
 
 def test_one_that_dies_is_noticed(start: Callable[[], WorkerProcess]) -> None:
@@ -213,27 +215,22 @@ class Digesting:
         """Nothing is left."""
 
 
-def test_answers_that_nobody_reads_yet_hold_up_no_further_calls() -> None:
+def test_answers_that_nobody_reads_yet_hold_up_no_further_calls(running: WorkerProcess) -> None:
     """Neither end may wait until the other has read: the transfer thread asks, then it reads."""
-    make: Any = Digesting
-    process = WorkerProcess(make, "rank 1")
-    try:
-        process.wait_made()
-        asked = list[Pending[Any]]()
+    process = running
+    process._ask("make", Digesting).result()
+    asked = list[Pending[Any]]()
 
-        def ask() -> None:
-            for start in range(200):
-                held = BlockRange(0, list(range(2000)), 0, start, start + 1)
-                asked.append(process.digest([held]))
+    def ask() -> None:
+        for start in range(200):
+            held = BlockRange(0, list(range(2000)), 0, start, start + 1)
+            asked.append(process.digest([held]))
 
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(PATIENCE_S)
-        assert not asking.is_alive(), f"it hangs after {len(asked)}"
-        assert [each.result()[0][0] for each in asked] == [*range(200)]
-    finally:
-        process.kill()
-        process.close()
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(PATIENCE_S)
+    assert not asking.is_alive(), f"it hangs after {len(asked)}"
+    assert [each.result()[0][0] for each in asked] == [*range(200)]
 
 
 def test_it_ends_when_its_parent_is_killed() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from kvbaton.types import TransferTimers
-from tests.support.engine_pair import Pair, expected, few_trial_steps, make_pair
+from tests.support.engine_pair import Pair, expected, make_pair
 from tests.support.waiting import promised
 
-__all__ = ["expected", "few_trial_steps", "make_pair"]
+__all__ = ["expected", "make_pair"]
 
 
 @pytest.fixture(scope="session")

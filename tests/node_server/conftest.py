@@ -1,6 +1,5 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +9,9 @@ from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.node_app import make_node_app
 from kvbaton.text.tokenizer import Tokenizer
 from tests.support.listening import listen
-from tests.support.scripted_source import ScriptedClient, write_tokenizer
+from tests.support.scripted_source import ScriptedClient, tokenizer
 
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    return Tokenizer.load(write_tokenizer(folder))
+__all__ = ["tokenizer"]
 
 
 class Node:

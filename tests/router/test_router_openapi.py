@@ -66,7 +66,8 @@ def test_every_endpoint_is_described_and_tried(served: Served) -> None:
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_no_input_breaks_a_router(served: Served, method: str, path: str) -> None:
     served.renew()
-    fuzz(served.api, method, path, MODEL)
+    # What is wrong in a body a node's test shows, too: the same code reads it.
+    fuzz(served.api, method, path, MODEL, bodies=12 if (method, path) in OF_BOTH else 30)
     served.renew()
     leaked = {node: load for node, load in served.rigs[0].loads().items() if load != NodeLoad()}
     assert leaked == {}

@@ -1,5 +1,4 @@
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +9,9 @@ from kvbaton.server.app import make_app
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
 from kvbaton.text.tokenizer import Tokenizer
 from tests.support.listening import listen
-from tests.support.scripted_source import MAX_MODEL_LEN, VOCAB, ScriptedSource, write_tokenizer
+from tests.support.scripted_source import MAX_MODEL_LEN, VOCAB, ScriptedSource, tokenizer
 
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    return Tokenizer.load(write_tokenizer(folder))
+__all__ = ["tokenizer"]
 
 
 class Endpoint:

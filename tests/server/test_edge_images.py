@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvbaton.server.images import load_images
 from kvbaton.text.chat import ImageUrl
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
-from tests.support.chats import picture
+from tests.support.chats import data_url, picture
 from tests.support.waiting import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
@@ -27,10 +26,6 @@ OPEN = MediaConfig(
     allowed_media_domains=("127.0.0.1", "localhost"), allow_private_media=True, image_timeout_s=1.0
 )
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def inline(data: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def part(url: Any) -> dict[str, Any]:
@@ -110,7 +105,7 @@ async def refused(url: str, vision: VisionText, config: MediaConfig = OPEN) -> s
 
 async def test_the_source_gets_tokens_and_items(endpoint: Any, vision: VisionText) -> None:
     first, second = picture(1), picture(2, 17, 90)
-    body = say("a ", part(inline(first)), " b ", part(inline(second)), part(inline(first)))
+    body = say("a ", part(data_url(first)), " b ", part(data_url(second)), part(data_url(first)))
     status, whole = await endpoint.post(CHAT, body)
     assert status == 200, whole
     (request,) = endpoint.source.requests
@@ -124,11 +119,11 @@ async def test_the_source_gets_tokens_and_items(endpoint: Any, vision: VisionTex
 
 async def test_images_across_turns(endpoint: Any) -> None:
     turns = [
-        {"role": "user", "content": [part(inline(picture(1)))]},
+        {"role": "user", "content": [part(data_url(picture(1)))]},
         {"role": "assistant", "content": "Noise."},
         {
             "role": "user",
-            "content": [part(inline(picture(2))), {"type": "text", "text": "And this?"}],
+            "content": [part(data_url(picture(2))), {"type": "text", "text": "And this?"}],
         },
     ]
     status, _ = await endpoint.post(CHAT, {"messages": turns, "max_tokens": 2})
@@ -145,7 +140,7 @@ async def test_prompts_are_those_of_transformers(endpoint: Any, folder: Path) ->
     expected = reference.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
     )
-    body = say("a ", part(inline(picture(0))), "b")
+    body = say("a ", part(data_url(picture(0))), "b")
     await endpoint.post(CHAT, body)
     (request,) = endpoint.source.requests
     (item,) = request.items
@@ -158,7 +153,7 @@ async def test_prompts_are_those_of_transformers(endpoint: Any, folder: Path) ->
 
 async def test_a_text_model_says_that_it_cant_see(serve: Any) -> None:
     endpoint = await serve()
-    status, body = await endpoint.post(CHAT, say("what? ", part(inline(picture(0)))))
+    status, body = await endpoint.post(CHAT, say("what? ", part(data_url(picture(0)))))
     assert status == 400
     assert "text only" in body["error"]["message"]
     assert body["error"]["param"] == "messages[0].content[1]"
@@ -166,9 +161,9 @@ async def test_a_text_model_says_that_it_cant_see(serve: Any) -> None:
 
 
 BAD: list[tuple[Any, str, str]] = [
-    (part(inline(picture(0)[:200])), "can't decode", ".image_url"),
-    (part(inline(b"hello", "image/png")), "can't decode", ".image_url"),
-    (part(inline(picture(0), "text/plain")), "image type", ".image_url"),
+    (part(data_url(picture(0)[:200])), "can't decode", ".image_url"),
+    (part(data_url(b"hello", "image/png")), "can't decode", ".image_url"),
+    (part(data_url(picture(0), "text/plain")), "image type", ".image_url"),
     (part("data:image/png;base64,!!!"), "base64", ".image_url"),
     (part("data:image/png"), "data:image", ".image_url"),
     (part("file:///etc/passwd"), "must begin with", ".image_url"),
@@ -184,23 +179,23 @@ BAD: list[tuple[Any, str, str]] = [
 
 @pytest.mark.parametrize(("bad", "message", "field"), BAD)
 async def test_what_is_wrong_is_named(endpoint: Any, bad: Any, message: str, field: str) -> None:
-    status, body = await endpoint.post(CHAT, say("x", part(inline(picture(0))), bad))
+    status, body = await endpoint.post(CHAT, say("x", part(data_url(picture(0))), bad))
     assert status == 400, body
     assert message in body["error"]["message"]
     assert body["error"]["param"] == f"messages[0].content[2]{field}"
     assert not endpoint.source.requests
-    assert (await endpoint.post(CHAT, say("x", part(inline(picture(0))))))[0] == 200, "it lives"
+    assert (await endpoint.post(CHAT, say("x", part(data_url(picture(0))))))[0] == 200, "it lives"
 
 
 async def test_a_placeholder_in_a_text_is_refused(endpoint: Any) -> None:
-    body = say("<|image_pad|>", part(inline(picture(0))))
+    body = say("<|image_pad|>", part(data_url(picture(0))))
     status, answer = await endpoint.post(CHAT, body)
     assert status == 400
     assert "placeholder" in answer["error"]["message"]
 
 
 async def test_too_many_images_and_too_many_bytes(vision: VisionText) -> None:
-    urls = [ImageUrl(inline(picture(seed)), "here") for seed in range(3)]
+    urls = [ImageUrl(data_url(picture(seed)), "here") for seed in range(3)]
     assert len(await load_images(urls, vision, OPEN)) == 3
     with pytest.raises(RequestError, match="at most 2 images"):
         await load_images(urls, vision, replace(OPEN, max_images=2))
@@ -223,27 +218,27 @@ async def test_a_known_inline_image_is_neither_decoded_nor_hashed_again(
 
     monkeypatch.setattr(VisionText, "digest", hashed)
     for text in ("one", "another", "a third"):
-        status, _ = await endpoint.post(CHAT, say(text, part(inline(data))))
+        status, _ = await endpoint.post(CHAT, say(text, part(data_url(data))))
         assert status == 200
     assert seen == [data]
     first, *others = (request.items[0] for request in endpoint.source.requests)
     assert all(item.digest == first.digest and item.grid == first.grid for item in others)
     assert all(item.data is first.data for item in others), "it lies in memory once"
     # One letter more or less, and it is another text, whatever it has in common with this one.
-    for url in (inline(data, "image/jpeg"), inline(data + b"\0")):
+    for url in (data_url(data, "image/jpeg"), data_url(data + b"\0")):
         await endpoint.post(CHAT, say("one", part(url)))
     assert seen == [data, data, data + b"\0"]
 
 
 async def test_an_image_that_is_refused_is_not_known(vision: VisionText) -> None:
-    url = inline(picture(11)[:-40])
+    url = data_url(picture(11)[:-40])
     for _ in range(2):
         assert "can't decode" in await refused(url, vision)
     assert vision.recent.get(url) is None
 
 
 async def test_a_prompt_that_is_too_long_with_its_images(endpoint: Any) -> None:
-    body = say(*(part(inline(picture(seed, 80, 80))) for seed in range(8)))
+    body = say(*(part(data_url(picture(seed, 80, 80))) for seed in range(8)))
     status, answer = await endpoint.post(CHAT, body)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
@@ -252,7 +247,7 @@ async def test_a_prompt_that_is_too_long_with_its_images(endpoint: Any) -> None:
 
 
 async def test_a_prompt_with_images_is_not_truncated(endpoint: Any) -> None:
-    body = say(part(inline(picture(40, 40)))) | {"truncate_prompt_tokens": -1}
+    body = say(part(data_url(picture(40, 40)))) | {"truncate_prompt_tokens": -1}
     status, answer = await endpoint.post(CHAT, body)
     assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")
 

@@ -23,6 +23,7 @@ from kvbaton.server.config import MediaConfig
 from kvbaton.server.images import load_images
 from kvbaton.text.chat import ImageUrl
 from kvbaton.text.vision import VisionText
+from tests.support.chats import data_url
 
 ANYWHERE = MediaConfig(allowed_media_domains=("*",))
 
@@ -46,10 +47,6 @@ def png_header(width: int, height: int) -> bytes:
         + b"IDAT"
         + struct.pack(">I", binascii.crc32(b"IDAT"))
     )
-
-
-def inline(data: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +155,7 @@ async def test_what_is_checked_is_what_is_dialled(
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 async def test_inline_images(vision: VisionText, kind: str) -> None:
     data = picture(48, 24, kind)
-    url = inline(data, f"image/{kind.lower()}")
+    url = data_url(data, f"image/{kind.lower()}")
     (item,) = await load_images([ImageUrl(url, "here")], vision, MediaConfig())
     assert item == Item(start=0, length=18, digest=vision.digest(data), grid=(1, 6, 12), data=data)
 
@@ -173,7 +170,7 @@ async def test_base64_as_it_is_written_elsewhere(vision: VisionText, head: str) 
 
 
 async def test_what_is_no_image_tells_nothing_of_our_memory(vision: VisionText) -> None:
-    why = await refused(inline(b"hello"), vision, MediaConfig())
+    why = await refused(data_url(b"hello"), vision, MediaConfig())
     assert why.endswith(": it is none of these")
     assert " at 0x" not in why
 
@@ -190,14 +187,14 @@ async def test_what_is_no_image_tells_nothing_of_our_memory(vision: VisionText) 
         ("data:image/png;base64,\ud800", "base64"),
         ("data:image/png;base64,", "can't decode"),
         ("data:image/png,plain", "can't decode"),
-        (inline(b"\x89PNG\r\n\x1a\n"), "can't decode"),
-        (inline(picture()[:-900]), "can't decode"),
-        (inline(picture(kind="JPEG")[:-300]), "can't decode"),
-        (inline(picture(kind="WEBP")[:-300]), "can't decode"),
-        (inline(picture(kind="TIFF"), "image/tiff"), "can't decode"),
-        (inline(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"), "can't decode"),
-        (inline(png_header(0, 7)), ""),
-        (inline(picture(2010, 10)), "200"),
+        (data_url(b"\x89PNG\r\n\x1a\n"), "can't decode"),
+        (data_url(picture()[:-900]), "can't decode"),
+        (data_url(picture(kind="JPEG")[:-300]), "can't decode"),
+        (data_url(picture(kind="WEBP")[:-300]), "can't decode"),
+        (data_url(picture(kind="TIFF"), "image/tiff"), "can't decode"),
+        (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"), "can't decode"),
+        (data_url(png_header(0, 7)), ""),
+        (data_url(picture(2010, 10)), "200"),
     ],
 )
 async def test_bad_inline_images(vision: VisionText, url: str, why: str) -> None:
@@ -223,6 +220,6 @@ async def test_100_megapixels_are_refused_by_their_header(
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load_pixels)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        why = await refused(inline(png_header(*size)), vision, MediaConfig())
+        why = await refused(data_url(png_header(*size)), vision, MediaConfig())
     assert "pixels" in why
     assert "decoded" not in why

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import io
 import json
 import sys
@@ -27,7 +26,7 @@ from tests.server.test_tool_calls import (
     start,
     written,
 )
-from tests.support.chats import picture
+from tests.support.chats import data_url, picture
 from tests.support.responses_stream import assembled, events_of
 
 __all__ = ["models", "start"]  # fixtures
@@ -393,7 +392,7 @@ async def test_sampling_extensions_and_what_is_harmless(serve: Any) -> None:
 
 async def test_images(serve: Any, checkpoint: Callable[..., Path]) -> None:
     endpoint = await serve(None, tokenizer=Tokenizer.load(checkpoint(family="qwen2_5_vl")))
-    shown = [f"data:image/png;base64,{base64.b64encode(picture(i)).decode()}" for i in range(2)]
+    shown = [data_url(picture(i)) for i in range(2)]
 
     def say(first: str, second: str) -> list[Any]:
         image = {"type": "input_image", "image_url": second, "detail": "auto"}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine_pair import expected, few_trial_steps, make_pair
+from tests.support.engine_pair import expected, make_pair
 from tests.support.held_store import BOXES, Box
 from tests.support.store_nodes import Nodes
 
-__all__ = ["expected", "few_trial_steps", "make_pair"]
+__all__ = ["expected", "make_pair"]
 
 _numbers = itertools.count()
 

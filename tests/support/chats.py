@@ -20,6 +20,11 @@ def picture(seed: int, width: int = 40, height: int = 32) -> bytes:
     return data.getvalue()
 
 
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    """A URL that holds an image."""
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
 def talk(*parts: str | bytes, max_tokens: int = 8, **fields: Any) -> dict[str, Any]:
     """Body of a chat of texts and images in this order: greedy, of a fixed length."""
     content = [_part(part) for part in parts]
@@ -35,7 +40,7 @@ def talk(*parts: str | bytes, max_tokens: int = 8, **fields: Any) -> dict[str, A
 def _part(part: str | bytes) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    url = f"data:image/png;base64,{base64.b64encode(part).decode()}"
+    url = data_url(part)
     return {"type": "image_url", "image_url": {"url": url}}
 
 

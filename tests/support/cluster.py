@@ -85,8 +85,12 @@ class Cluster:
                 f"{pairs} pairs",
                 lambda: router.num_pairs() == pairs,
                 START_S,
-                lambda: "\n".join(server.tail() for server in self.servers),
+                self.tails,
             )
+
+    def tails(self) -> str:
+        """The last lines of all logs."""
+        return "\n".join(server.tail() for server in self.servers)
 
     def stop(self, servers: Iterable[Server] | None = None) -> None:
         """Stop these servers, or all, in reverse order of start."""

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from kvbaton.connectors.transfer.config import HandoverConfig
-from kvbaton.engine import step_costs
 from kvbaton.engine.build import ConnectorFactory
 from kvbaton.messages.engine import AddRequest, TransferSpec
 from kvbaton.roles import HandoverFactory
@@ -153,12 +152,6 @@ class Pair:
 
 
 # --- fixtures, for a conftest with a fixture `folder` (the model) ---
-
-
-@pytest.fixture(autouse=True)
-def few_trial_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep trial steps of engines to a minimum; trials over time have their own tests."""
-    monkeypatch.setattr(step_costs, "TRIAL_S", 0.0)
 
 
 @pytest.fixture

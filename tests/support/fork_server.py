@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -81,7 +81,12 @@ class ForkServer:
         atexit.register(self.close)
 
     def start(
-        self, module: str, words: Sequence[str], streams: Sequence[int], imports: Sequence[str]
+        self,
+        module: str,
+        words: Sequence[str],
+        streams: Sequence[int],
+        imports: Sequence[str],
+        env: Mapping[str, str] | None = None,
     ) -> ForkedProcess:
         """Start ``python -m MODULE WORDS...``, which runs that module's `main` with the words.
 
@@ -90,12 +95,13 @@ class ForkServer:
             words: Its arguments.
             streams: Descriptors of its standard input, output and error.
             imports: Modules to import beforehand; failing imports are ignored.
+            env: Variables added to our environment.
 
         Raises:
             OSError: The server has ended.
         """
         imports = [*imports, *(name for name in SHARED if name in sys.modules)]
-        request = _Start(module, list(words), dict(os.environ), imports)
+        request = _Start(module, list(words), dict(os.environ) | dict(env or {}), imports)
         with self._lock:
             socket.send_fds(self._socket, [msgspec.msgpack.encode(request)], streams)
             data, pidfds, _, _ = socket.recv_fds(self._socket, 1, 1)

@@ -26,6 +26,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.support.altered import alter
 from tests.support.fork_server import end_with, exit_status, fork_server
 
 IMPORTS = (
@@ -41,7 +42,15 @@ IMPORTS = (
     "kvbaton.connectors.transports.nixl",
     "kvbaton.connectors.transports.tcp",
     "nixl_cu13",
+    "tests.support.warmed",
 )
+QUICK_UCX = {"UCX_MEM_EVENTS": "n"}
+"""Environment without UCX's memory hooks: it spins for 0.4 s to patch their code.
+
+The hooks serve its registration cache, which memory that kvbaton registers does not need. The
+tests' own processes, and those that execute Python anew, keep UCX's default. (Its alternative,
+relocation tables, mixes two allocators, which has crashed a core.)
+"""
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x20000000, 0x40000000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
@@ -122,7 +131,10 @@ def main(words: list[str]) -> None:
 
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")  # with more threads no core can be forked
     quicken_ucx()
-    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    quicken_trials()
+    alter()
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in folders if folder and folder not in sys.path]
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
@@ -153,13 +165,16 @@ def _isolate(network: str) -> None:
 
 
 def quicken_ucx() -> None:
-    """Disable UCX's memory hooks: it spins for 0.4 s to patch their code.
+    """Have `QUICK_UCX` in this process."""
+    for name, value in QUICK_UCX.items():
+        os.environ.setdefault(name, value)
 
-    The hooks serve its registration cache, which memory that kvbaton registers does not need. The
-    tests' own processes, and those that execute Python anew, keep UCX's default. (Its alternative,
-    relocation tables, mixes two allocators, which has crashed a core.)
-    """
-    os.environ.setdefault("UCX_MEM_EVENTS", "n")
+
+def quicken_trials() -> None:
+    """Let engines try few steps before they serve: costs of steps are measured by other tests."""
+    from kvbaton.engine import step_costs
+
+    step_costs.TRIAL_S = 0.0
 
 
 def _command(words: list[str]) -> NoReturn:

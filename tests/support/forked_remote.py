@@ -15,6 +15,7 @@ from kvbaton.connectors.registry import STORES, TRANSPORTS, class_of
 from kvbaton.testing.kit import kits_own_time
 from kvbaton.testing.remote import WORKER
 from tests.support.fork_server import fork_server
+from tests.support.forked_command import QUICK_UCX
 
 
 class ForkedPopen:
@@ -35,7 +36,7 @@ class ForkedPopen:
         try:
             streams = [theirs_in, theirs_out, errors]
             with kits_own_time():  # the server imports the process' modules
-                self._process = fork_server().start(module, words, streams, imports)
+                self._process = fork_server().start(module, words, streams, imports, QUICK_UCX)
         finally:
             os.close(theirs_in)
             os.close(theirs_out)

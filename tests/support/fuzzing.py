@@ -87,15 +87,23 @@ def described(api: Any) -> set[tuple[str, str]]:
     return {(method.upper(), path) for path, operations in paths for method in operations}
 
 
-def fuzz(api: Any, method: str, path: str, model: str) -> None:
-    """Send requests that match the description, and ones that don't; none may break the server."""
+def fuzz(api: Any, method: str, path: str, model: str, *, bodies: int = 30) -> None:
+    """Send requests that match the description, and ones that don't; none may break the server.
+
+    Args:
+        api: The description.
+        method: Of the operation.
+        path: Of the operation.
+        model: The served model's name.
+        bodies: Number of requests to an operation that takes a body.
+    """
     operation = api[path][method]
     requests = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
     has_body = "requestBody" in operation.definition.raw
     if has_body:
         requests |= operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
 
-    @settings(max_examples=30 if has_body else 5, deadline=None, derandomize=True)
+    @settings(max_examples=bodies if has_body else 5, deadline=None, derandomize=True)
     @given(requests)
     def ask(case: Any) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):

@@ -11,10 +11,12 @@ SHARED = (
     "tests/matrix/",
     "tests/llm/",
     "tests/conformance/test_remote_stores_conform.py::TestS3",
+    "tests/examples/test_vendor_store.py",
+    "tests/examples/test_vendor_transport.py",
     "tests/engine/test_worker_process.py",
     "tests/server/test_supervisor.py",
 )
-"""Groups whose tests share processes that are slow to start: each runs in one worker.
+"""Groups whose tests share what is slow to start or to install: each runs in one worker.
 
 The largest group starts first.
 """
@@ -54,6 +56,14 @@ class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         super()._reschedule(node)
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
             super()._reschedule(node)
+
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        """As in xdist, but forget what is done: with each report it counts all that it knows."""
+        super().mark_test_complete(node, item_index, duration)
+        assigned = self.assigned_work[node]
+        scope = self._split_scope(self.registered_collections[node][item_index])
+        if all(assigned[scope].values()):
+            del assigned[scope]
 
     def remove_node(self, node: Any) -> str | None:
         """As in xdist: a dead worker's tests go to others, except the test at which it died."""

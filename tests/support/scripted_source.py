@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -66,6 +67,12 @@ def write_tokenizer(folder: Path, special: Sequence[str] = SPECIAL, **config: An
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The tokenizer of what `write_tokenizer` writes."""
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 class ScriptedSource(TokenSource):
