@@ -237,7 +237,6 @@ class EngineClient(TokenSource):
 
     @override
     def submit(self, request: messages.AddRequest, receiver: OutputReceiver) -> None:
-        self._check_alive()
         name = request.request_id
         if name in self._requests:
             raise RequestError(f"request id {name!r} is in use", param="request_id", status=409)
@@ -303,12 +302,10 @@ class EngineClient(TokenSource):
         Raises:
             EngineDeadError: The core is gone.
         """
-        self._check_alive()
         self._on_blocks, self._next_blocks = on_blocks, 0
         self._send(messages.WatchBlocks())
 
     async def _ask(self, number: int, message: messages.ToCore, timeout_s: float) -> Any:
-        self._check_alive()
         answer = self._answers[number] = self._loop.create_future()
         try:
             self._send(message)
@@ -316,12 +313,14 @@ class EngineClient(TokenSource):
         finally:
             del self._answers[number]
 
-    def _check_alive(self) -> None:
+    def _send(self, message: messages.ToCore) -> None:
+        """Send at the end of this turn of the event loop, so that its messages wake ZMQ once.
+
+        Raises:
+            EngineDeadError: The core is gone.
+        """
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-
-    def _send(self, message: messages.ToCore) -> None:
-        """Send at the end of this turn of the event loop, so that its messages wake ZMQ once."""
         if not self._unsent:
             self._loop.call_soon(self._send_all)
         self._unsent.append(messages.encode_to_core(message))
