@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import shlex
 import signal
 import socket
@@ -143,8 +144,11 @@ def test_the_launch_script(shell: Shell) -> None:
 
 
 def test_without_a_server(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    script = tmp_path / "offline.py"
-    script.write_text(re.sub(r"\bDIR\b", str(checkpoint()), OFFLINE))
+    folder, script = tmp_path / "model", tmp_path / "offline.py"
+    shutil.copytree(checkpoint(), folder)
+    # Greedy: a random model's first token would be an end token now and then.
+    (folder / "generation_config.json").write_text('{"do_sample": false}')
+    script.write_text(re.sub(r"\bDIR\b", str(folder), OFFLINE))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
