@@ -28,8 +28,8 @@ from kvbaton.engine.models.moe import MoE
 from kvbaton.kernels.jit import cdiv
 
 PARTS_RANKS = 3
-"""Number of ranks from which on long steps are computed in two parts. With two ranks, sums take a
-seventh of a step, and the power that the devices may draw limits what overlap saves."""
+"""Number of ranks from which on long steps are computed in two parts. With two ranks, sums take an
+eighth of a step, and the power that the devices may draw limits what overlap saves."""
 
 PARTS_TOKENS = 2048
 """Number of tokens of a long step; half of fewer tokens takes almost as long as the whole."""
