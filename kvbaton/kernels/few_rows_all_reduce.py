@@ -11,7 +11,15 @@ from __future__ import annotations
 import torch
 
 from kvbaton.kernels.jit import jit, next_power_of_2, tl, wait_for_inputs
-from kvbaton.kernels.peer_memory import FEW_PARTS, FEW_ROWS, PROGRAMS, ROW_BYTES, PeerMemory
+from kvbaton.kernels.peer_memory import (
+    FEW_PARTS,
+    FEW_ROWS,
+    PROGRAMS,
+    ROW_BYTES,
+    PeerMemory,
+    inbox_area,
+    send_row,
+)
 from kvbaton.kernels.rms_norm import scaled
 
 
@@ -28,7 +36,7 @@ def few_rows_all_reduce_norm(
     words = tensor.shape[1] * tensor.itemsize // 4
     _kernel[(len(tensor),)](
         *(each.view(torch.int32) for each in (tensor, out, residual, weight)),
-        memory.few_rows(),
+        memory.few_rows,
         memory.rounds[PROGRAMS:],
         memory.waiting,
         eps,
@@ -108,18 +116,14 @@ def _kernel(
     flag = number.to(tl.int64) << 32
     own = tl.load(tensor + place, mask=inside, other=0)
     message = flag | (own.to(tl.int64) & 0xFFFFFFFF)
-    part = (number & (PARTS - 1)) * SIZE
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            area = ((part + RANK) * ROWS + row) * AREA
-            tl.store(inboxes[other] + area + word, message, mask=inside)
+    send_row(message, inside, inboxes, number, word, RANK, SIZE, AREA, ROWS, PARTS)
     low, high = _unpacked(tl.load(residual + place, mask=inside, other=0), DTYPE, HALVES)
     left, right = _unpacked(tl.load(weight + word, mask=inside, other=0), DTYPE, HALVES)
     sum_low, sum_high = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(SIZE):
         words = own
         if rank != RANK:
-            came = inboxes[RANK] + ((part + rank) * ROWS + row) * AREA + word
+            came = inboxes[RANK] + inbox_area(rank, number, SIZE, AREA, ROWS, PARTS) + word
             seen = tl.load(came, mask=inside, other=flag, volatile=True)
             while tl.max(((seen >> 32) != number).to(tl.int32)) > 0:
                 seen = tl.load(came, mask=inside, other=flag, volatile=True)

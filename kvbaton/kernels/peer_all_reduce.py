@@ -35,6 +35,8 @@ from kvbaton.kernels.peer_memory import (
     SHARE,
     SHARED_FROM,
     PeerMemory,
+    inbox_area,
+    send_row,
 )
 from kvbaton.kernels.rms_norm import scaled
 
@@ -206,26 +208,6 @@ def _inside(
 
 
 @jit()
-def _send(
-    values: tl.tensor,
-    inside: tl.tensor,
-    inboxes: tl.tensor,
-    number: tl.tensor,
-    column: tl.tensor,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    AREA: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
-) -> None:
-    """Write a row into this program's area of each other rank's inbox."""
-    area = (((number & (PARTS - 1)) * SIZE + RANK) * PROGRAMS + tl.program_id(0)) * AREA
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            tl.store(inboxes[other] + area + column, values, mask=inside)
-
-
-@jit()
 def _received(
     inbox: tl.tensor,
     inside: tl.tensor,
@@ -238,7 +220,7 @@ def _received(
     PARTS: tl.constexpr,
 ) -> tl.tensor:
     """The row that a sender wrote into this program's area of our inbox."""
-    area = (((number & (PARTS - 1)) * SIZE + sender) * PROGRAMS + tl.program_id(0)) * AREA
+    area = inbox_area(sender, number, SIZE, AREA, PROGRAMS, PARTS)
     return tl.load(inbox + area + column, mask=inside, other=0.0, cache_modifier=".cg")
 
 
@@ -304,7 +286,7 @@ def _kernel(
     start = tl.program_id(0).to(tl.int64) * WIDTH
     inside = _inside(start, column, count, WIDTH, NORM)
     own = tl.load(tensor + start + column, mask=inside, other=0.0)
-    _send(own, inside, inboxes, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+    send_row(own, inside, inboxes, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
     _raise_flags(flags_at, number, RANK, SIZE, LANES)
     while start < count:
         inside = _inside(start, column, count, WIDTH, NORM)
@@ -313,7 +295,7 @@ def _kernel(
         if later < count:
             within = _inside(later, column, count, WIDTH, NORM)
             ahead = tl.load(tensor + later + column, mask=within, other=0.0)
-            _send(ahead, within, inboxes, number + 1, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+            send_row(ahead, within, inboxes, number + 1, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
         inbox, place = inboxes[RANK], start + column
         if NORM:  # loaded while the others' rows come
             stream = tl.load(residual + place, mask=inside, other=0.0)
@@ -359,7 +341,7 @@ def _shared_kernel(
     column = tl.arange(0, BLOCK)
     number = tl.load(rounds + tl.program_id(0)) + 1
     first = tl.program_id(0) * SIZE * BLOCK + column
-    area = (((number & (PARTS - 1)) * SIZE + RANK) * PROGRAMS + tl.program_id(0)) * AREA
+    area = inbox_area(RANK, number, SIZE, AREA, PROGRAMS, PARTS)
     for other in tl.static_range(SIZE):
         if other != RANK:
             inside = first + other * BLOCK < count
@@ -373,7 +355,7 @@ def _shared_kernel(
     total = _sum(own, inbox, inside, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
     tl.store(out + place, total, mask=inside)
     number += 1
-    _send(total, inside, inboxes, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
+    send_row(total, inside, inboxes, number, column, RANK, SIZE, AREA, PROGRAMS, PARTS)
     _raise_flags(flags_at, number, RANK, SIZE, LANES)
     _await_flags(flags, waiting, number, RANK, SIZE, LANES)
     tl.store(rounds + tl.program_id(0), number)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
+
+from kvbaton.kernels.jit import jit, tl
 
 PROGRAMS = 512
 """Most programs of a launch."""
@@ -77,15 +80,12 @@ class PeerMemory:
             self._views[dtype] = tuple(inbox.view(dtype) for inbox in self.inboxes)
         return self._views[dtype]
 
+    @cached_property
     def few_rows(self) -> tuple[torch.Tensor, ...]:
         """Inboxes of `few_rows_all_reduce_norm`: [FEW_PARTS, ranks, FEW_ROWS, words] int64."""
-        if torch.int64 not in self._views:
-            shape = FEW_PARTS, self.size, FEW_ROWS, ROW_BYTES // 4
-            number = 2 * math.prod(shape)
-            self._views[torch.int64] = tuple(
-                inbox[-number:].view(torch.int64).view(shape) for inbox in self.inboxes
-            )
-        return self._views[torch.int64]
+        shape = FEW_PARTS, self.size, FEW_ROWS, ROW_BYTES // 4
+        number = 2 * math.prod(shape)
+        return tuple(inbox[-number:].view(torch.int64).view(shape) for inbox in self.inboxes)
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether `peer_all_reduce` is the fastest way to sum a tensor."""
@@ -102,11 +102,15 @@ class PeerMemory:
             self.waiting.zero_()  # a memset: loading a kernel could wait for running ones
 
 
+def inbox_size(ranks: int) -> int:
+    """Number of float32 elements of an inbox; see `PeerMemory`."""
+    return (PARTS * PROGRAMS + 2 * FEW_PARTS * FEW_ROWS) * ranks * ROW_BYTES // 4
+
+
 def peer_memories(devices: Sequence[torch.device]) -> list[PeerMemory]:
     """Allocate memory for one rank per device."""
     size = len(devices)
-    number = (PARTS * PROGRAMS + 2 * FEW_PARTS * FEW_ROWS) * size * ROW_BYTES // 4
-    inboxes = [torch.zeros(number, dtype=torch.float32, device=d) for d in devices]
+    inboxes = [torch.zeros(inbox_size(size), dtype=torch.float32, device=d) for d in devices]
     flags, rounds = (
         [torch.zeros(count, dtype=torch.int32, device=d) for d in devices]
         for count in (PROGRAMS * size, PROGRAMS + FEW_ROWS)
@@ -119,3 +123,36 @@ def peer_memories(devices: Sequence[torch.device]) -> list[PeerMemory]:
     for device in devices:
         torch.cuda.synchronize(device)
     return made
+
+
+@jit()
+def inbox_area(
+    sender: tl.constexpr,
+    number: tl.tensor,
+    SIZE: tl.constexpr,
+    AREA: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> tl.tensor:
+    """Where in an inbox this program's row of a sender is, in a round."""
+    return (((number & (PARTS - 1)) * SIZE + sender) * PROGRAMS + tl.program_id(0)) * AREA
+
+
+@jit()
+def send_row(
+    values: tl.tensor,
+    inside: tl.tensor,
+    inboxes: tl.tensor,
+    number: tl.tensor,
+    column: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    AREA: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Write a row into this program's area of each other rank's inbox."""
+    area = inbox_area(RANK, number, SIZE, AREA, PROGRAMS, PARTS)
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            tl.store(inboxes[other] + area + column, values, mask=inside)

@@ -54,16 +54,15 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[HostMemory
                 monkeypatch.setattr(module, name, value)
 
     def make(size: int) -> list[HostMemory]:
-        many = peer_memory.PARTS * size * PROGRAMS * ROW_BYTES // 4
-        few = 2 * peer_memory.FEW_PARTS * size * 2 * ROW_BYTES // 4
-        inboxes = [shared(many + few) for _ in range(size)]
-        for inbox in inboxes:
-            inbox[many:] = 0
+        inboxes = [shared(peer_memory.inbox_size(size)) for _ in range(size)]
         flags = [shared(PROGRAMS * size, dtype=torch.int32) for _ in range(size)]
         rounds = [shared(PROGRAMS + 2, dtype=torch.int32) for _ in range(size)]
         waiting = shared(1, dtype=torch.int32)
         waiting.fill_(1)
-        return [HostMemory(rank, inboxes, flags, rounds[rank], waiting) for rank in range(size)]
+        made = [HostMemory(rank, inboxes, flags, rounds[rank], waiting) for rank in range(size)]
+        for inbox in made[0].few_rows:
+            inbox.zero_()
+        return made
 
     return make
 

@@ -61,9 +61,10 @@ class Gemma3DecoderLayer(DecoderLayer):
         attention: AttentionContext,
     ) -> Tensor | None:
         """See `DecoderLayer.forward`."""
-        hidden, total = self.add_delta(self.input_norm, delta, stream), self.collectives.all_reduce
-        attended = total(self.self_attn(hidden, inputs[self.kind], attention))
-        out = total(self.mlp(self.pre_mlp_norm(self.post_norm(attended), stream)))
+        all_reduce = self.collectives.all_reduce
+        hidden = self.add_delta(self.input_norm, delta, stream)
+        attended = all_reduce(self.self_attn(hidden, inputs[self.kind], attention))
+        out = all_reduce(self.mlp(self.pre_mlp_norm(self.post_norm(attended), stream)))
         return self.post_mlp_norm(out)  # type: ignore[no-any-return]
 
     @override
