@@ -51,6 +51,7 @@ RECENT_SEQUENCES = 64.0
 
 
 RecentMeans = dict[str, tuple[float, ...]]
+"""By node: when it was updated, and means per second of its recent work."""
 
 
 class StepSpeed(Struct, frozen=True):
@@ -122,7 +123,6 @@ class CostModel:
         self._mean_s, self._share_s = SHARE_S
         self._given_since = math.inf
         self._elsewhere: dict[str, tuple[float, int]] = {}
-        # By node: when it was updated, and means per second of its recent work.
         self._prefilled: RecentMeans = {}  # seconds of prefill, full chunks, prompts
         self._targeted: RecentMeans = {}  # sequences, and seconds until their first tokens
         self._handover_shares: RecentMeans = {}  # seconds that hand-overs added to steps
@@ -348,18 +348,15 @@ class CostModel:
 
     def prefill_share(self, node: NodeInfo) -> float:
         """Share of a node's recent time that prefill of our prompts took."""
-        means = self._prefilled.get(node.node_id)
-        return 0.0 if means is None else min(MAX_SHARE, self._faded(means, 1))
+        return min(MAX_SHARE, self._recent(self._prefilled, node, 1))
 
     def prompts_per_s(self, node: NodeInfo) -> float:
         """Prompts per second that a node was recently given to compute."""
-        means = self._prefilled.get(node.node_id)
-        return 0.0 if means is None else self._faded(means, 3)
+        return self._recent(self._prefilled, node, 3)
 
     def handover_share(self, node: NodeInfo) -> float:
         """Share of a node's recent time by which hand-overs to or from it made steps longer."""
-        means = self._handover_shares.get(node.node_id)
-        return 0.0 if means is None else min(MAX_SHARE, self._faded(means, 1))
+        return min(MAX_SHARE, self._recent(self._handover_shares, node, 1))
 
     def _decoding_share(self, node: NodeInfo, seconds: float) -> float:
         """Share of its time at a node that a sequence decodes, if decoding takes `seconds`.
@@ -374,20 +371,22 @@ class CostModel:
         """Sequences per second that a node was recently given to decode."""
         if self.roles is not None and node.node_id in self.roles.generating:
             return self.roles.per_s
-        means = self._targeted.get(node.node_id)
-        return 0.0 if means is None else self._faded(means, 1)
+        return self._recent(self._targeted, node, 1)
 
-    def _faded(self, means: tuple[float, ...], place: int) -> float:
+    def _recent(self, work: RecentMeans, node: NodeInfo, place: int) -> float:
         """One of a node's means, as it has faded until now."""
-        return means[place] * math.exp((means[0] - self._clock()) / self._mean_s)
+        known = work.get(node.node_id)
+        if known is None:
+            return 0.0
+        return known[place] * math.exp((known[0] - self._clock()) / self._mean_s)
 
-    def _add(self, means: RecentMeans, node: NodeInfo, *amounts: float) -> None:
+    def _add(self, work: RecentMeans, node: NodeInfo, *amounts: float) -> None:
         """Add work to a node's means; not to sums, since how fast these fade changes."""
         now, share_s = self._clock(), self._mean_s
-        at, *old = means.get(node.node_id, (now, *[0.0] * len(amounts)))
+        at, *old = work.get(node.node_id, (now, *[0.0] * len(amounts)))
         kept = math.exp((at - now) / share_s)
         new = (kept * mean + more / share_s for mean, more in zip(old, amounts, strict=True))
-        means[node.node_id] = now, *new
+        work[node.node_id] = now, *new
 
     def assigned(self, prefills: NodeInfo, target: NodeInfo, predicted: Prediction) -> None:
         """Record that a prompt was given to a node, and its decoding to that or another one."""
