@@ -176,10 +176,11 @@ class TlsConfig(TrustConfig):
         """
         assert self.ssl_certfile is not None, "no certificate"
         shown = _server(self.ssl_certfile, self.ssl_keyfile)
-        read = _Certificate(self.ssl_certfile, self.ssl_keyfile)
-        if read.stamp == shown.stamp:
+        if shown.is_current():
             return False
-        shown.load()  # a failure would leave it without a key, so another context came first
+        # A failure would leave it without a key, so another context comes first.
+        read = _Certificate(self.ssl_certfile, self.ssl_keyfile)
+        shown.load()
         shown.stamp = read.stamp
         return True
 
@@ -200,6 +201,17 @@ class _Certificate:
         self._files = certfile, keyfile
         self.stamp = self.load()
 
+    def is_current(self) -> bool:
+        """Whether the files are those that were read."""
+        try:
+            return self._stamp() == self.stamp
+        except OSError:
+            return False  # reading them says why
+
+    def _stamp(self) -> list[tuple[int, int]]:
+        found = [os.stat(file) for file in self._files if file is not None]
+        return [(status.st_ino, status.st_mtime_ns) for status in found]
+
     def load(self) -> list[tuple[int, int]]:
         """Read the files, and return their `stamp`.
 
@@ -208,7 +220,7 @@ class _Certificate:
         """
         certfile, keyfile = self._files
         try:
-            found = [os.stat(file) for file in self._files if file is not None]
+            stamp = self._stamp()
             # Without a password it would ask the terminal.
             self.context.load_cert_chain(certfile, keyfile, password="")
         except (OSError, ValueError) as error:
@@ -216,7 +228,7 @@ class _Certificate:
             alone = keyfile is None and isinstance(error, ssl.SSLError)
             hint = "; if its private key is in another file: --ssl-keyfile" if alone else ""
             raise ConfigError("--ssl-certfile", f"{files} can't be used: {error}{hint}") from error
-        return [(status.st_ino, status.st_mtime_ns) for status in found]
+        return stamp
 
 
 _server = cache(_Certificate)

@@ -109,6 +109,17 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(
     assert len(told) == 2, "each reason is told once"
 
 
+def test_an_unchanged_certificate_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, certificate, key = map(str, write_certificates(tmp_path))
+    tls = TlsConfig(ssl_certfile=certificate, ssl_keyfile=key)
+    made: list[object] = []
+    monkeypatch.setattr(ssl, "create_default_context", made.append)
+    assert not tls.renew()
+    assert not made
+
+
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     ca, _, key = map(str, write_certificates(tmp_path))
     with pytest.raises(ConfigError, match="--ssl-keyfile: needs --ssl-certfile"):
