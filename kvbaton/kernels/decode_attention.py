@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvbaton.kernels.decode_parts import FIELDS, Parts, merge_parts, part_at, share_keys
-from kvbaton.kernels.jit import is_last, jit, launch_next, next_power_of_2, tl, use_triton
+from kvbaton.kernels.jit import is_last, jit, next_power_of_2, tl, use_triton, wait_for_inputs
 from kvbaton.kernels.paged_attention import (
     Softmax,
     cap_logits,
@@ -164,7 +164,7 @@ def _tile(block_d: int, element_size: int) -> tuple[int, dict[str, int]]:
     return 64, {"num_stages": 3, "num_warps": 4, "maxnreg": 128}
 
 
-@jit("fields", "counters")
+@jit("fields", "counters", early=True)
 def _kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -202,7 +202,7 @@ def _kernel(
 
     With MERGES the last one of a sequence and KV head merges their parts, BLOCK_P at a time.
     """
-    launch_next()
+    wait_for_inputs()
     head = tl.program_id(0)
     of, length, begin, end, part, used = part_at(fields, STRIDE, tl.program_id(1))
     if of < 0:

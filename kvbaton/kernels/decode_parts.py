@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbaton.kernels.jit import cdiv, jit, launch_next, next_power_of_2, tl, use_triton
+from kvbaton.kernels.jit import (
+    cdiv,
+    jit,
+    launch_next,
+    next_power_of_2,
+    tl,
+    use_triton,
+    wait_for_inputs,
+)
 from kvbaton.kernels.paged_attention import first_key
 
 LEAST, MOST_LEAST = 64, 768
@@ -243,7 +251,7 @@ def merge_parts(
     return out
 
 
-@jit()
+@jit(early=True)
 def _merge_kernel(
     parts: tl.tensor,
     lse: tl.tensor,
@@ -254,7 +262,7 @@ def _merge_kernel(
     BLOCK_P: tl.constexpr,
 ) -> None:
     """One program merges the parts of BLOCK_D features of a sequence's head; lse is to base 2."""
-    launch_next()
+    wait_for_inputs()
     sequence, heads, head = tl.program_id(0).to(tl.int64), tl.num_programs(1), tl.program_id(1)
     begin = tl.load(begins + sequence)
     used = tl.load(begins + sequence + 1) - begin

@@ -29,13 +29,11 @@ if HAS_TRITON:
         """Starts when all programs of the previous kernel of its stream have begun.
 
         More precisely, when each has called `launch_next` or ended.
-
-        With ``early=False`` it starts after the previous kernel has ended, as other kernels do.
         """
 
         @override
-        def run(self, *args: Any, early: bool = True, **kwargs: Any) -> Any:
-            return super().run(*args, launch_pdl=early and _can_launch_early(), **kwargs)
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            return super().run(*args, launch_pdl=_can_launch_early(), **kwargs)
 
 else:
     triton = tl = None
@@ -86,6 +84,15 @@ def wait_for_inputs(LAUNCH: tl.constexpr = True) -> None:
         launch_next()
     if cuda_capability_geq(9):
         gdc_wait()
+
+
+@jit()
+def prefetch(pointers: tl.tensor) -> None:
+    """Ask for the lines of 128 bytes at `pointers` to be read into the GPU's L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @jit()

@@ -17,10 +17,12 @@ import torch
 from torch.nn.functional import linear
 
 from kvbaton.kernels.jit import (
+    INTERPRETED,
     is_last,
     jit,
     launch_next,
     next_power_of_2,
+    prefetch,
     shared_memory,
     tl,
     use_triton,
@@ -40,6 +42,12 @@ MAX_QUANTISED_ROWS, MAX_QUANTISED_SIZE = 128, 4096
 
 LARGE = 128
 """Rows per tile of a float weight large enough for a tile per multiprocessor."""
+
+AHEAD = 4
+"""Lines of 128 bytes of a row of floats that a program asks for while the kernel ahead ends.
+
+More were measured slower, and any of an FP8 weight.
+"""
 
 BLOCK_K = 128
 """Columns that share a scale, unless a row has one scale; a part has a multiple of them."""
@@ -117,6 +125,8 @@ def skinny_linear(
     block_m = max(64 if quantised else 16, next_power_of_2(rows))
     block_k = tile.depth_bytes // weight.itemsize
     stage = (tile.rows * weight.itemsize + block_m * x.itemsize) * block_k
+    share = depth // tile.splits
+    ahead = 0 if runs or INTERPRETED else min(AHEAD, share * weight.itemsize // 128)
     _kernel[(size // tile.rows, tile.splits)](
         x,
         weight,
@@ -128,7 +138,7 @@ def skinny_linear(
         rows,
         size,
         depth,
-        depth // tile.splits,
+        share,
         x.stride(0),
         0 if x_scales is None else x_scales.stride(0),
         SPLITS=tile.splits,
@@ -136,12 +146,12 @@ def skinny_linear(
         QUANTISED=quantised,
         SWAPPED=not runs,
         GATED=gated,
+        AHEAD=ahead,
         BLOCK_M=block_m,
         BLOCK_N=tile.rows,
         BLOCK_K=block_k,
         num_warps=4,
         num_stages=min(tile.stages, shared_memory(x.device) // stage),
-        early=runs > 0,  # with float weights it was measured slower, by 3 % with few rows
     )
     return out
 
@@ -230,6 +240,7 @@ def _kernel(
     QUANTISED: tl.constexpr,
     SWAPPED: tl.constexpr,
     GATED: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -248,8 +259,12 @@ def _kernel(
         column = of // half * (size // 2) + tile * half + of % half
     inner = tl.arange(0, BLOCK_K)
     inside = (row < rows)[:, None]
+    weight += column.to(tl.int64)[:, None] * depth
+    if AHEAD:
+        line = tl.arange(0, AHEAD) * (1024 // weight.dtype.element_ty.primitive_bitwidth)
+        prefetch(weight + split * share + line[None, :])
     wait_for_inputs(LAUNCH=False)
-    weights = weight + column.to(tl.int64)[:, None] * depth + inner[None, :]
+    weights = weight + inner[None, :]
     inputs = x + row[:, None] * stride + inner[None, :]
     if SWAPPED:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

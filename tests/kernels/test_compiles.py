@@ -176,9 +176,12 @@ for rows, size, gated in ((16, 4096, 0), (32, 4096, 0), (64, 28672, 0), (16, 286
         skinny_linear._kernel,
         {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "scratch": "*fp32", "counters": "*i32"},
         dict(scales=None, x_scales=None, SPLITS=tile.splits, RUNS=0, QUANTISED=False, SWAPPED=True,
-             GATED=gated, BLOCK_M=rows, BLOCK_N=tile.rows, BLOCK_K=tile.depth_bytes // 2),
+             GATED=gated, AHEAD=4, BLOCK_M=rows, BLOCK_N=tile.rows, BLOCK_K=tile.depth_bytes // 2),
         num_warps=4, num_stages=tile.stages,
     )
+    before, _, after = ptx.partition("griddepcontrol.wait")
+    assert before.count("prefetch.global.L2") == tile.rows * 4 // 128  # each thread's, once
+    assert "prefetch" not in after
     assert f"wgmma.mma_async.sync.aligned.m64n{rows}k16" in ptx  # the weight is on the left
 shape = dict(HEAD_DIM=128, BLOCK_D=128, BLOCK_SIZE=16, GROUP=4, BLOCK_G=4)
 values = dict(VALUE_DIM=128, BLOCK_V=128, INTERLEAVED=False)
