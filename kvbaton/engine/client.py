@@ -72,8 +72,8 @@ COMMAND_TIMEOUT_S = 30.0
 LONG_COMMANDS = {"stop_profile": 600.0, "reset_store": 60.0}
 """Timeouts in seconds of commands that may take longer, by command."""
 HUNG_S = 120.0
-"""Seconds without metrics of a core, which sends them every other second, after which it hangs: no
-step takes as long. A device that hangs ends no wait for it."""
+"""Seconds without a sign of life of a core, which gives two a second, after which it hangs: no step
+takes as long. A device that hangs ends no wait for it."""
 _MAX_BATCH = 256
 """Maximum number of messages handled before receivers are flushed."""
 _SEND_AT = 8
@@ -102,7 +102,7 @@ class EngineClient(TokenSource):
     Attributes:
         ready: The core's description of itself.
         metrics: The latest metrics; remote frontends get none.
-        heard_at: When they came, or the connection began (`time.monotonic`).
+        heard_at: When the core last gave a sign of life (`time.monotonic`).
         dead: Why the connection can't be used any more, or None.
         died: Set when `dead` is.
         draining: Whether the core was asked to take no new requests.
@@ -251,7 +251,7 @@ class EngineClient(TokenSource):
 
     @property
     def hangs(self) -> bool:
-        """Whether the core, one of this node, has been silent for `HUNG_S`."""
+        """Whether the core has been silent for `HUNG_S`."""
         return time.monotonic() - self.heard_at > HUNG_S
 
     @property
@@ -378,7 +378,7 @@ class EngineClient(TokenSource):
                 )
                 self._end(message.request_id, refusal)
             case messages.Metrics():
-                self.metrics, self.heard_at = message, time.monotonic()
+                self.metrics = message
             case messages.Reply():
                 self._answer(message.command_id, message.result, message.error)
             case messages.CachedBlocks():
@@ -389,6 +389,7 @@ class EngineClient(TokenSource):
                     elif self._next_blocks:  # else it was asked already, and has yet to start again
                         self.watch_blocks(self._on_blocks)
             case messages.Pong():
+                self.heard_at = time.monotonic()
                 self._answer(message.number, None, None)
             case messages.Ready():
                 self.heard_at = time.monotonic()

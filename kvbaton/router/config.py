@@ -39,7 +39,8 @@ class RelayTimers:
     """Limits of one request.
 
     Attributes:
-        idle_s: Seconds without output after which a target has failed.
+        idle_s: Seconds without output after which a target has failed; before its first one, after
+            which it is checked whether its engine hangs, since the request may be in its queue.
         finish_grace_s: Seconds that the target may take to confirm an end that the source
             announced.
         max_retries: Maximum number of attempts after the first.

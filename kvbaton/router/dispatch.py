@@ -23,7 +23,15 @@ from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads, RouterTotals
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.node_request import NodeError, NodeRequest
 from kvbaton.router.nodes import KnownNodes
-from kvbaton.router.relay import Action, AskNode, CancelNode, Finished, MoveEnded, RequestRelay
+from kvbaton.router.relay import (
+    Action,
+    AskNode,
+    CancelNode,
+    CheckNode,
+    Finished,
+    MoveEnded,
+    RequestRelay,
+)
 from kvbaton.router.route import Route
 
 logger = logging.getLogger(__name__)
@@ -375,6 +383,8 @@ class _Running:
                     if asked.attempt and asked.side == "target":
                         metrics.retries.inc()
                     self._calls[asked] = _NodeCall(self, asked)
+                case CheckNode(asked):
+                    self._calls[asked].check()
                 case CancelNode(asked):
                     self._calls[asked].cancel()
                 case MoveEnded(gap_s):
@@ -504,6 +514,12 @@ class _NodeCall:
         else:
             running.failed(asked, NodeError(str(error), lost=True, leaving=leaving))
             nodes.unreachable(asked.node, str(error))
+
+    def check(self) -> None:
+        """End the request if the node's engine hangs."""
+        if self._client is not None and self._client.hangs:
+            # The relay gets this event only after all its current actions are carried out.
+            self._running.loop.call_soon(self.end, EngineDeadError("its engine hangs"))
 
     def cancel(self) -> None:
         """Stop listening, and cancel the request at the node."""

@@ -9,7 +9,7 @@ for it. Items of the prompt may have an *encoder* each. Laws:
 3. The target decides the end of a choice. The source decides it only if it reported that token 0
    ends every choice, and the target then sends nothing for `finish_grace_s`, or fails.
 4. A failed source is the target's business: its node notices the failed hand-over and recomputes.
-   A target that fails, stays silent or contradicts committed tokens ends the attempt; the next
+   A target that fails, falls silent or contradicts committed tokens ends the attempt; the next
    one, on other nodes, continues from the committed tokens.
 5. A failed encoder ends no request, unless the item is to blame: until the prompt is computed, a
    new attempt starts without that node. After the last attempt it is left to the prefill node,
@@ -53,6 +53,12 @@ class AskNode(Struct, frozen=True):
     asked: NodeRequest
 
 
+class CheckNode(Struct, frozen=True):
+    """Report a failure if the node's engine hangs; nothing has come of a request for long."""
+
+    asked: NodeRequest
+
+
 class CancelNode(Struct, frozen=True):
     """End a request to a node at once: its outputs are of no use any more."""
 
@@ -75,7 +81,7 @@ class MoveEnded:
     gap_s: float | None
 
 
-Action = AskNode | CancelNode | MoveEnded | Output | Finished | RequestError
+Action = AskNode | CheckNode | CancelNode | MoveEnded | Output | Finished | RequestError
 """An `Output` is for the client; a `RequestError` means that the request failed."""
 
 FINISHED = Finished()
@@ -317,6 +323,9 @@ class RequestRelay:
         if self._confirm_by is not None and now >= self._confirm_by:
             return self._finish_as_announced()
         if now >= self._heard_at + self._timers.idle_s:
+            if not self._target_spoke:
+                self._heard_at = now
+                return list(map(CheckNode, self._open))
             served = self.target or self._asked("successor")
             assert served is not None, "a node decodes until the end"
             return self.failed(served, NodeError("it has been silent too long"), now)

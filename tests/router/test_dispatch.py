@@ -19,7 +19,9 @@ from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import DispatchConfig, MembershipTimers, RelayTimers
+from kvbaton.router.dispatch import _NodeCall
 from kvbaton.router.loads import NodeLoad
+from kvbaton.router.node_request import NodeRequest
 from kvbaton.router.policies import LeastLoaded
 from kvbaton.router.relay import RequestRelay
 from kvbaton.router.route import Options, Route
@@ -191,11 +193,38 @@ async def test_a_request_that_prefill_finds_wrong_is_the_clients_to_mend(make_ri
     await eventually(lambda: d.cancelled == 1)
 
 
-async def test_a_silent_decode_node_is_given_up(make_rig: Any) -> None:
-    quick = DispatchConfig(RelayTimers(idle_s=0.2))
-    rig = await make_rig(decode=2, dispatch=quick)
-    rig.nodes["d0"].gate.clear()
+async def test_a_decode_node_whose_engine_hangs_is_given_up(
+    make_rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbaton.engine.client.HUNG_S", 1.0)
+    rig = await make_rig(decode=2, dispatch=DispatchConfig(RelayTimers(idle_s=0.2)))
+    rig.nodes["d0"].attends.clear()
     assert tokens(await collect(rig, request())) == expected(4)
+    assert (rig.nodes["d0"].received, len(rig.nodes["d1"].received)) == ([], 1)
+
+
+async def test_a_request_may_wait_in_a_queue_for_longer_than_a_node_may_be_silent(
+    make_rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[NodeRequest] = []
+    check = _NodeCall.check
+
+    def count(call: _NodeCall) -> None:
+        checked.append(call._asked)
+        check(call)
+
+    monkeypatch.setattr(_NodeCall, "check", count)
+    rig = await make_rig(decode=2, dispatch=DispatchConfig(RelayTimers(idle_s=0.02)))
+    p0, d0, d1 = (rig.nodes[name] for name in ("p0", "d0", "d1"))
+    p0.gate.clear()
+    d0.gate.clear()
+    running = asyncio.create_task(collect(rig, request()))
+    await eventually(lambda: len(checked) >= 6)
+    assert {asked.side for asked in checked} == {"source", "target"}
+    p0.gate.set()
+    d0.gate.set()
+    assert tokens(await running) == expected(4)
+    assert (len(d0.received), d1.received) == (1, [])
 
 
 async def test_tokens_that_wait_for_their_reader_become_one_output(make_rig: Any) -> None:

@@ -16,7 +16,15 @@ from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams, Tr
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RelayTimers
 from kvbaton.router.node_request import NodeError, NodeRequest
-from kvbaton.router.relay import MARKS_S, Action, AskNode, CancelNode, Finished, RequestRelay
+from kvbaton.router.relay import (
+    MARKS_S,
+    Action,
+    AskNode,
+    CancelNode,
+    CheckNode,
+    Finished,
+    RequestRelay,
+)
 from kvbaton.router.route import Route
 from kvbaton.types import TokenLogprobs
 
@@ -59,6 +67,7 @@ class Bench:
         self.sources = sources
         self.encoders = ENCODERS
         self.started: list[NodeRequest] = []
+        self.checked: list[NodeRequest] = []
         self.cancelled: list[NodeRequest] = []
         self.emitted: list[Output] = []
         self.end: Finished | RequestError | None = None
@@ -87,6 +96,8 @@ class Bench:
             match action:
                 case AskNode(asked):
                     self.started.append(asked)
+                case CheckNode(asked):
+                    self.checked.append(asked)
                 case CancelNode(asked):
                     self.cancelled.append(asked)
                 case Output():
@@ -252,6 +263,25 @@ def test_a_target_that_dies_is_resumed_elsewhere_from_the_committed_tokens(how: 
     bench.say("target", 2, 12, 13, attempt=1, finish_reason="length")
     assert bench.tokens() == [10, 11, 12, 13]
     assert isinstance(bench.end, Finished)
+
+
+def test_a_request_that_waits_for_its_first_token_is_not_given_up() -> None:
+    """It may be in the queue of either node: only whether they hang is looked at."""
+    bench = Bench(request()).start()
+    for _ in range(3):
+        bench.wait(29.0)
+        assert bench.checked == []
+        bench.wait(1.0)
+        assert [asked.side for asked in bench.checked] == ["source", "target"]
+        bench.checked.clear()
+    bench.say("source", 0, 10, finish_reason="length")
+    bench.ended("source")
+    bench.wait(30.0)
+    assert [asked.side for asked in bench.checked] == ["target"]
+    assert (len(bench.started), bench.cancelled) == (2, [])
+    bench.say("target", 0, 10, 11)
+    bench.wait(30.0)
+    assert bench.cancelled == [bench.asked("target")], "one that fell silent"
 
 
 def test_retries_are_bounded() -> None:
