@@ -25,6 +25,9 @@ POLL_S = 0.1
 """Seconds between looks at the nodes while the cluster starts."""
 WATCH_S = 1.0
 """Seconds between looks at the nodes while the cluster serves."""
+LIVE_S, LIVE_FAILURES = 10.0, 6
+"""Seconds between looks at nodes' ``/live``, and failures in a row of a node until it is killed, as
+in the Helm chart."""
 PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Seconds until a node that ended is started again: at first, and at most if it keeps ending."""
 STOP_MARGIN_S = 5.0
@@ -178,6 +181,11 @@ class Cluster:
 
     async def _nodes(self) -> NodesView | None:
         """The router's answer to ``GET /nodes``; None while it does not answer."""
+        status, body = await self._get(f"{self.url}/nodes")
+        return msgspec.json.decode(body, type=NodesView) if status == 200 else None
+
+    async def _get(self, url: str) -> tuple[int, bytes]:
+        """Status and body of a page of the router or a node; 0 and nothing without an answer."""
         # The import takes half a second; the processes started before import it meanwhile, too.
         import aiohttp
 
@@ -185,13 +193,12 @@ class Cluster:
         try:
             async with (
                 aiohttp.ClientSession(headers=self._member_headers(), timeout=timeout) as session,
-                session.get(f"{self.url}/nodes", ssl=self.config.tls.client(self.url)) as response,
+                session.get(url, ssl=self.config.tls.client(url)) as response,
             ):
-                response.raise_for_status()
-                return msgspec.json.decode(await response.read(), type=NodesView)
+                return response.status, await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            logger.debug("the router does not answer: %r", error)
-            return None
+            logger.debug("%s does not answer: %r", url, error)
+            return 0, b""
 
     def _member_headers(self) -> Mapping[str, str]:
         return bearer(registration_token(self.config.cluster_key))
@@ -225,7 +232,7 @@ class Cluster:
         """
         assert self.router is not None
         tasks = [asyncio.create_task(self._keep(index)) for index in range(len(self.nodes))]
-        tasks.append(asyncio.create_task(self._watch()))
+        tasks += map(asyncio.create_task, (self._watch(), self._kill_broken()))
         try:
             await asyncio.wait([self.router.exited, *tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -266,6 +273,25 @@ class Cluster:
                     self._show_changes(view)
                     display.show(view)
                 await asyncio.sleep(WATCH_S)
+
+    async def _kill_broken(self) -> None:
+        """Kill nodes that tell at ``/live`` that only a restart helps them, until cancelled."""
+        failures: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(LIVE_S)
+            view = await self._nodes()
+            for node in () if view is None else view.nodes:
+                status, said = 0, b""
+                if node.state == "unhealthy":
+                    status, said = await self._get(f"{node.url}/live")
+                name = node.node_id
+                failures[name] = failures.get(name, 0) + 1 if status == 503 else 0
+                if failures[name] == LIVE_FAILURES:
+                    print(f"{name}: killed, as it is broken: {said.decode()}", file=sys.stderr)
+                    failures[name] = 0
+                    for process in self.nodes:
+                        if process.name == name:
+                            process.kill()
 
     # --- shutdown ---
 
