@@ -336,6 +336,12 @@ async def test_nobody_answers(tmp_path: Path) -> None:
         await EngineClient.connect("nonsense", timeout_s=0.2)
 
 
+async def test_a_remote_frontend_hears_of_an_idle_core(core: ScriptedCore) -> None:
+    async with connected(core) as client:
+        heard_at = client.heard_at
+        await eventually(lambda: client.heard_at > heard_at)
+
+
 async def test_what_remote_frontends_ask_is_timed(core: ScriptedCore) -> None:
     async with connected(core) as client:
         await asyncio.gather(*(tokens_of(client, request(f"r{i}")) for i in range(5)))
