@@ -235,6 +235,8 @@ class LoadingRequests(LiveRequests):
             wrong = f"the source sent token {bad}, which the model does not have"
             return self.fail_load(load, load.end, wrong)
         self.totals.cached_at_source += cached_at_source
+        hit = min(cached_at_source, len(request.prompt))  # the client is told, as by one node
+        request.cached_tokens = max(request.cached_tokens or 0, hit)
         self._keep(load, load.end)
         # A proxy that asks the source for one token can't pass on `min_tokens`, and perhaps not
         # `logprobs` or a grammar. A first token that stops too early, lacks logprobs or violates

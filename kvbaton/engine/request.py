@@ -149,8 +149,8 @@ class Request:
         items: Multimodal items whose encoder outputs the prompt needs.
         spec: The message that the client sent.
         sequences: Choices that exist; the others are forked when the prompt ends.
-        cached_tokens: Prompt tokens found in the prefix cache when it first got blocks; None
-            before.
+        cached_tokens: Prompt tokens found in the prefix cache when it first got blocks, or that its
+            source found; None before.
         transferred_tokens: Prompt tokens received from another node.
         received: Number of leading tokens whose KV came from another node.
         prompt_logprobs: Those reported so far; None if not wanted, or already sent.

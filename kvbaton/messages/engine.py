@@ -352,7 +352,8 @@ class Output(Struct, frozen=True, tag="output", kw_only=True, gc=False, omit_def
         finish_reason: ``stop``, ``length``, ``abort`` or ``error`` on the last output of a choice.
         stop_reason: The token id that stopped the choice, unless it is an end-of-text token.
         error: Text of the error, for ``error``.
-        cached_tokens: Number of prompt tokens from this node's own cache.
+        cached_tokens: Number of prompt tokens from a cache: this node's, or that of the node which
+            handed the prompt over.
         transferred_tokens: Number of prompt tokens received from another node.
         kv_transfer_params: On the last output of a source, the parameters of the target's request.
         marks: For a timed request, the events since the output before.

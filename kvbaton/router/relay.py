@@ -45,6 +45,7 @@ from kvbaton.messages.engine import ERROR_STATUSES, AddRequest, Item, Output
 from kvbaton.router.config import RelayTimers
 from kvbaton.router.node_request import NodeError, NodeRequest, Side, node_requests
 from kvbaton.router.route import Route, no_node_ready
+from kvbaton.types import TokenLogprobs
 
 
 class AskNode(Struct, frozen=True):
@@ -131,9 +132,9 @@ class RequestRelay:
     __slots__ = (
         "_avoid", "_base", "_cached", "_choices", "_confirm_by", "_excused", "_expires_at",
         "_first_index", "_heard_at", "_item_ids", "_marks_by", "_may_retry", "_move_by",
-        "_moving_to", "_open", "_owes_prompt_logprobs", "_prefilled", "_route", "_target_spoke",
-        "_timers", "_transfer_id", "_transferred", "_waiting", "attempt", "done", "request",
-        "story",
+        "_moving_to", "_open", "_owes_prompt_logprobs", "_prefilled", "_prompt_logprobs", "_route",
+        "_target_spoke", "_timers", "_transfer_id", "_transferred", "_waiting", "attempt", "done",
+        "request", "story",
     )  # fmt: skip
 
     def __init__(
@@ -169,6 +170,7 @@ class RequestRelay:
         self._open: list[NodeRequest] = []
         self._avoid: frozenset[str] = frozenset()
         self._owes_prompt_logprobs = request.params.prompt_logprobs is not None
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._waiting: list[tuple[NodeRequest, Output]] = []
         self._target_spoke = self._prefilled = False
         self._cached = self._transferred = 0
@@ -346,6 +348,8 @@ class RequestRelay:
     def _from_source(self, output: Output, now: float) -> list[Action]:
         choice = self._choices[output.choice]
         actions: list[Action] = []
+        if output.prompt_logprobs is not None:  # kept, since this output may be held back
+            self._prompt_logprobs = output.prompt_logprobs
         if not output.token_ids or output.index != self._base:
             return actions
         if len(choice.tokens) == self._base and output.finish_reason == "stop":
@@ -437,8 +441,9 @@ class RequestRelay:
         logprobs, told = output.logprobs, None
         if logprobs is not None:
             logprobs = logprobs[index - output.index :][: len(new)]
-        if self._owes_prompt_logprobs and output.prompt_logprobs is not None:
-            self._owes_prompt_logprobs, told = False, output.prompt_logprobs
+        scores = output.prompt_logprobs or self._prompt_logprobs
+        if self._owes_prompt_logprobs and scores is not None:
+            self._owes_prompt_logprobs, told = False, scores
         return Output(
             request_id=self.request.request_id,
             choice=output.choice,
@@ -454,7 +459,7 @@ class RequestRelay:
 
     def _waits(self, output: Output, now: float) -> bool:
         """Whether an output of the target has to wait for other nodes' outputs."""
-        if self._owes_prompt_logprobs and output.prompt_logprobs is None:
+        if self._owes_prompt_logprobs and not (output.prompt_logprobs or self._prompt_logprobs):
             if self._asked("source") is not None:  # only the source has them, and they come first
                 return True
         if output.finish_reason is None or not self.request.timed:

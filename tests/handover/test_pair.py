@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -20,6 +20,18 @@ def test_tokens_are_those_of_one_node(pair: Pair, expected: Expected, length: in
     _, at_d = pair.hand_over(prompt)
     assert at_d.result() == expected(prompt)
     assert pair.d.counters()['kvbaton_prompt_tokens_total{source="transferred"}'] == length
+    pair.settle()
+
+
+def test_the_target_tells_how_many_tokens_the_source_had_cached(
+    make_pair: Callable[..., Pair],
+) -> None:
+    """As one node does: a router may hear of a short answer's end before it hears of the source."""
+    pair = make_pair(d={"enable_prefix_caching": False})
+    for cached in (0, 48):
+        _, at_d = pair.hand_over(prompt_of(50), max_tokens=1)
+        at_d.result()
+        assert at_d.outputs[-1].cached_tokens == cached
     pair.settle()
 
 

@@ -714,6 +714,15 @@ def test_the_end_waits_for_the_prompts_logprobs_of_a_slow_source() -> None:
     assert bench.emitted[0].prompt_logprobs is not None, "a stream shows them before the first"
 
 
+def test_the_prompts_logprobs_come_with_a_first_token_that_ends_the_text() -> None:
+    bench = Bench(scored_request()).start()
+    bench.say("source", 0, 10, finish_reason="stop", prompt_logprobs=prompt_scores())
+    bench.say("target", 0, 10, finish_reason="stop")
+    bench.ended("source")
+    assert bench.tokens() == [10]
+    assert [o.prompt_logprobs for o in bench.emitted] == [prompt_scores()]
+
+
 def test_a_source_that_dies_with_the_prompts_logprobs_is_replaced() -> None:
     bench = Bench(scored_request()).start()
     bench.say("target", 0, 10)
