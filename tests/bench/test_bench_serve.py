@@ -13,7 +13,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from kvbaton.bench.report import percentile
-from kvbaton.bench.serve import ServeLoad, Shot, make_prompts, measure, summary, tell_failures, tokens_of
+from kvbaton.bench.serve import (
+    ServeLoad,
+    Shot,
+    make_prompts,
+    measure,
+    summary,
+    tell_failures,
+    tokens_of,
+)
 from kvbaton.cli import main
 from tests.support.waiting import PATIENCE_S
 
