@@ -445,14 +445,13 @@ class AsyncLLM:
         if params.grammar:
             field = "grammar" if given.structured_outputs is None else "structured_outputs"
             await checked_grammar(params.grammar, field)
-        checked_ids = check_prompt(facts, ids, params.max_tokens, "prompt")
         check_range("priority", priority, Range(-INT32, INT32))
         if timeout is not None:
             check_range("timeout", timeout, Range(0, MAX_DEADLINE_S, open=True))
         request_id = request_id or secrets.token_hex(8)
         request = AddRequest(
             request_id=unique(request_id),
-            token_ids=checked_ids,
+            token_ids=check_prompt(facts, ids, params.max_tokens, "prompt"),
             params=params,
             priority=priority,
             cache_salt=cache_salt or "",
