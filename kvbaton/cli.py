@@ -6,7 +6,6 @@ Flags are made from the fields of settings (`kvbaton.config`).
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import os
 import socket
@@ -44,8 +43,6 @@ FillParser = Callable[[argparse.ArgumentParser], None]
 RunCommand = Callable[[argparse.Namespace], int]
 
 SIMULATION = "kvbaton.simulate.main:SimulateConfig"
-LIKENESS = 0.73
-"""Least similarity (0 to 1) of a flag that is proposed for an unknown one: less is another flag."""
 FILES = {"out": "write the result as JSON", "plot": "draw the result as PNG"}
 """By option: help text for the file that a tool writes."""
 
@@ -94,6 +91,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that adds its flags when it is used, and reports wrong flags like wrong settings."""
 
     fill: FillParser | None = None
+    _hint = ""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Add the flags and the options of ``--config``, then parse."""
@@ -103,14 +101,13 @@ class Parser(argparse.ArgumentParser):
         if self._subparsers is None:
             add_config_flag(self)
             args = with_config(self, sys.argv[1:] if args is None else args)
+        names = (str(word).partition("=")[0] for word in args or () if str(word).startswith("-"))
+        options = self._option_string_actions
+        unknown = (instead_of(name, options) for name in names if name not in options)
+        self._hint = next(filter(None, unknown), "")  # also for the error of a missing option
         found, rest = super().parse_known_args(args, namespace)
         for word in rest:
-            name, options = word.partition("=")[0], self._option_string_actions
-            hint = instead_of(name)
-            if not hint and name.startswith("--"):
-                like = difflib.get_close_matches(name, options, n=1, cutoff=LIKENESS)
-                hint = f"; did you mean {like[0]}?" if like else ""
-            if hint:
+            if hint := instead_of(word.partition("=")[0], options):
                 self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return found, rest
 
@@ -121,6 +118,8 @@ class Parser(argparse.ArgumentParser):
         if self._subparsers is not None and "are required: " in text:
             (jobs,) = self._subparsers._group_actions  # argparse has no other way to ask for them
             text += f", one of {', '.join(jobs.choices or ())}"
+        elif "are required: " in text:
+            text += self._hint
         self.exit(2, f"kvbaton: error: {text}\n")
 
 

@@ -19,7 +19,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
@@ -402,10 +402,24 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(CONFIG, metavar="FILE", help=text)
 
 
-def instead_of(name: str) -> str:
-    """Text of `INSTEAD` for a flag, as the end of an error message; empty if there is none."""
-    found = INSTEAD.get(name)
-    return f"; {found}" if found else ""
+LIKENESS = 0.73
+"""Least similarity (0 to 1) of a flag that is proposed for an unknown one: less is another flag."""
+
+
+def instead_of(name: str, known: Iterable[str] = ()) -> str:
+    """What to use instead of an unknown flag, as the end of an error message.
+
+    Args:
+        name: The flag.
+        known: Flags that there are.
+
+    Returns:
+        Text of `INSTEAD`, or a flag like it; empty if there is neither.
+    """
+    if found := INSTEAD.get(name):
+        return f"; {found}"
+    like = difflib.get_close_matches(name, known, n=1, cutoff=LIKENESS)
+    return f"; did you mean {like[0]}?" if like and name.startswith("--") else ""
 
 
 def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:

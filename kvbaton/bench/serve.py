@@ -11,6 +11,7 @@ import asyncio
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field
@@ -32,6 +33,8 @@ FIRST_TOKEN_ID = 3
 """Lowest token id in prompts; ids below are special in most vocabularies."""
 MAX_TOKENS = 1 << 28
 """Maximum number of tokens of all prompts, which are made before the first is sent."""
+MOST_ERRORS = 5
+"""Maximum number of different errors printed: many name numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +103,26 @@ def run(load: ServeLoad, out: Path | None = None) -> int:
     row = summary(shots, seconds)
     settings = {name: value for name, value in asdict(load).items() if name != "api_key"}
     publish("serve", settings, [row], out)
-    for error in sorted({shot.error for shot in shots if shot.error}):
-        print(f"failed: {error}")
+    tell_failures(shots)
+    good = [shot for shot in shots if shot.error is None]
+    if short := sum(len(shot.times) < load.output_len for shot in good):
+        told = f"{sum(len(shot.times) for shot in good)} tokens in all"
+        print(f"{short} of {len(good)} answers were shorter than --output-len: {told}")
     if len(shots) < load.requests:
         print(f"interrupted: {len(shots)} of {load.requests} requests had ended")
         return INTERRUPTED
     return 1 if row["failed"] else 0
+
+
+def tell_failures(shots: Sequence[Shot]) -> None:
+    """Print the most frequent errors, and how many requests failed by others."""
+    errors = Counter(shot.error for shot in shots if shot.error is not None)
+    most = errors.most_common(MOST_ERRORS)
+    for error, number in most:
+        print(f"failed: {number} of {len(shots)}, {error}")
+    if rest := errors.total() - sum(number for _, number in most):
+        kinds = len(errors) - len(most)
+        print(f"failed: {rest} of {len(shots)}, by {kinds} other errors")
 
 
 async def measure(load: ServeLoad) -> tuple[list[Shot], float]:
@@ -165,13 +182,17 @@ async def _open(load: ServeLoad, rate: float, ask: Callable[[int], Awaitable[Non
 
 
 def summary(shots: Sequence[Shot], seconds: float) -> dict[str, Any]:
-    """One row: latencies in milliseconds, throughput over the whole run."""
+    """One row: latencies in milliseconds, throughput over the whole run.
+
+    ``itl`` is over all gaps between tokens, ``tpot`` over each request's mean gap.
+    """
     good = [shot for shot in shots if shot.error is None]
     gaps = [gap for shot in good for gap in shot.gaps]
     series = {
         "ttft": [shot.after(0) for shot in good],
         "second": [shot.after(1) for shot in good if len(shot.times) > 1],
         "itl": gaps,
+        "tpot": [sum(shot.gaps) / len(shot.gaps) for shot in good if shot.gaps],
     }
     row: dict[str, Any] = {"ok": len(good), "failed": len(shots) - len(good), "s": seconds}
     for name, values in series.items():
@@ -247,18 +268,22 @@ async def stream(session: aiohttp.ClientSession, url: str, body: Mapping[str, An
     """
     written, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
     began, times, ids = time.monotonic(), list[float](), list[int]()
+    ended = False
     try:
         async with session.post(url, data=written, headers=headers) as response:
             if response.status != 200:
                 return Shot(began, (), error=(await response.text())[:500])
             async for data in read_events(response.content):
-                if data != DONE:
+                if data == DONE:
+                    ended = True
+                else:
                     told = tokens_of(msgspec.json.decode(data, type=dict[str, Any]))
                     times += [time.monotonic()] * (len(told) or 1) if told is not None else []
                     ids += told or []
     except (aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE, *OTHER_TYPES) as error:
         return Shot(began, tuple(times), tuple(ids), repr(error))
-    return Shot(began, tuple(times), tuple(ids), None if times else "no token came")
+    problem = None if ended else "the stream ended without [DONE]"
+    return Shot(began, tuple(times), tuple(ids), problem if times else "no token came")
 
 
 def tokens_of(chunk: Mapping[str, Any]) -> list[int] | None:

@@ -25,6 +25,7 @@ from kvbaton.llm.streaming import (
     TextSamplingParams,
     template_options,
 )
+from kvbaton.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Params = TextSamplingParams | Sequence[TextSamplingParams] | None
@@ -129,6 +130,14 @@ class LLM:
         """Clear the prefix cache; return whether that was possible."""
         return self._wait(self._own.reset_prefix_cache())
 
+    def get_tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model."""
+        return self._own.tokenizer
+
+    def get_default_sampling_params(self) -> TextSamplingParams:
+        """Parameters of a request without any: the model's defaults."""
+        return self._own.default_params()
+
     @property
     def _own(self) -> AsyncLLM:
         (engine,) = self._started
@@ -161,11 +170,10 @@ class LLM:
             scores = scores or delta.prompt_logprobs
             cached = max(cached, delta.num_cached_tokens)
         bar.update()
-        request = prepared.asked.request
         return RequestOutput(
-            request_id=request.request_id,
+            request_id=prepared.request_id,
             prompt=prepared.prompt,
-            prompt_token_ids=list(request.token_ids),
+            prompt_token_ids=list(prepared.asked.request.token_ids),
             outputs=[choices[index] for index in sorted(choices)],
             prompt_logprobs=scores,
             num_cached_tokens=cached,

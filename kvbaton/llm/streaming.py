@@ -19,6 +19,7 @@ from typing import Any, Self, get_type_hints
 import msgspec
 import numpy as np
 
+from kvbaton.config import flag_of, instead_of
 from kvbaton.engine.config import EngineConfig, check_model_folder
 from kvbaton.engine.gguf import model_folder
 from kvbaton.engine.process import EngineProcess
@@ -52,6 +53,8 @@ from kvbaton.types import NodeId
 class TextSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of the engine (`SamplingParams`), and of how tokens become text.
 
+    As in vLLM, None is also allowed where it is not the default, and stands for the default.
+
     Attributes:
         max_tokens: Maximum number of tokens to generate; None for as many as fit the context.
         stop: Strings that end the text.
@@ -64,11 +67,13 @@ class TextSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unkno
     """
 
     max_tokens: int | None = 16  # type: ignore[assignment]  # the engine always gets a number
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()  # type: ignore[assignment]
+    logit_bias: dict[int, float] | None = None  # type: ignore[assignment]
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
-    bad_words: Sequence[str] = ()
+    bad_words: Sequence[str] | None = ()
     truncate_prompt_tokens: int | None = None
 
     def for_engine(self, room: int, tokenizer: Tokenizer) -> SamplingParams:
@@ -82,10 +87,12 @@ class TextSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unkno
             ValueError: A field has a wrong type; the message names it.
             RequestError: `structured_outputs` or `bad_words` are wrong.
         """
-        fields = {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
+        said = {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
+        fields = {name: value for name, value in said.items() if value is not None}
         if self.max_tokens is None:
             fields["max_tokens"] = room
-        fields["bad_words_token_ids"] += bad_words_token_ids(tokenizer, self.bad_words)
+        bad_words = bad_words_token_ids(tokenizer, self.bad_words or ())
+        fields["bad_words_token_ids"] = self.bad_words_token_ids + bad_words
         if (found := wanted(None, self.structured_outputs)) is not None:
             _, piece = found
             fields["grammar"] = joined(f"start: {BODY}", {"body": piece})
@@ -125,6 +132,18 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the log probabilities of `token_ids`; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(named[token].logprob for token, named in pairs if named is not None)
+
+    def finished(self) -> bool:
+        """Whether the choice has ended."""
+        return self.finish_reason is not None
+
     def append(self, delta: CompletionOutput) -> None:
         """Add a new part of this choice."""
         self.text += delta.text
@@ -157,7 +176,7 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         """Whether all of `outputs` have ended."""
-        return all(output.finish_reason is not None for output in self.outputs)
+        return all(output.finished() for output in self.outputs)
 
 
 # --- the engine ---
@@ -183,6 +202,7 @@ Prompt = str | Sequence[int] | Rendered | dict[str, Any]
 class Prepared:
     """A checked request, ready to run."""
 
+    request_id: str
     prompt: str | None
     asked: PromptRequest
 
@@ -203,7 +223,8 @@ def _prompt_of(said: dict[str, Any]) -> str | Sequence[int]:
         RequestError: It has neither, or another key.
     """
     if other := sorted(said.keys() - {"prompt", "prompt_token_ids"}):
-        raise RequestError("prompts may have prompt or prompt_token_ids only", param=other[0])
+        told = "prompts may have prompt or prompt_token_ids only; images come in chats"
+        raise RequestError(told, param=other[0])
     ids: Sequence[int] | None = said.get("prompt_token_ids")
     text = said.get("prompt")
     if ids is not None:
@@ -280,8 +301,10 @@ class AsyncLLM:
         folder = model_folder(model)
         media = MediaConfig(**_fields(MediaConfig, settings))
         config = EngineConfig(model=folder, **_fields(EngineConfig, settings))
-        if settings:
-            raise ConfigError(next(iter(settings)), "the engine has no such setting")
+        for name in settings:
+            known = EngineConfig.__dataclass_fields__ | MediaConfig.__dataclass_fields__
+            hint = instead_of(flag_of(name), map(flag_of, known))
+            raise ConfigError(name, f"the engine has no such setting{hint}")
         check_model_folder(folder)
         tokenizer = Tokenizer.load(folder, chat_template)
         defaults = sampling_defaults(folder, generation_config)
@@ -422,20 +445,21 @@ class AsyncLLM:
         if params.grammar:
             field = "grammar" if given.structured_outputs is None else "structured_outputs"
             await checked_grammar(params.grammar, field)
-        checked_ids = check_prompt(facts, ids, params.max_tokens, "prompt")
         check_range("priority", priority, Range(-INT32, INT32))
         if timeout is not None:
             check_range("timeout", timeout, Range(0, MAX_DEADLINE_S, open=True))
+        request_id = request_id or secrets.token_hex(8)
         request = AddRequest(
-            request_id=unique(request_id or secrets.token_hex(8)),
-            token_ids=checked_ids,
+            request_id=unique(request_id),
+            token_ids=check_prompt(facts, ids, params.max_tokens, "prompt"),
             params=params,
             priority=priority,
             cache_salt=cache_salt or "",
             deadline_s=DEADLINE_S if timeout is None else timeout,
             items=items,
         )
-        return Prepared(text, PromptRequest(index=0, request=request, options=given.for_text()))
+        asked = PromptRequest(index=0, request=request, options=given.for_text())
+        return Prepared(request_id, text, asked)
 
     async def run(self, prepared: Prepared) -> AsyncGenerator[RequestOutput]:
         """Run a request that `prepare` has checked, and yield its deltas."""
@@ -455,7 +479,7 @@ class AsyncLLM:
                     stop_reason=delta.stop_reason,
                 )
                 yield RequestOutput(
-                    request_id=prepared.asked.request.request_id,
+                    request_id=prepared.request_id,
                     prompt=prepared.prompt,
                     prompt_token_ids=ids,
                     outputs=[choice],
@@ -464,8 +488,9 @@ class AsyncLLM:
                 )
 
     async def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache; return whether that was possible."""
-        return bool(await self._client.command("reset_prefix_cache"))
+        """Clear the prefix cache; return whether that was possible, which it always is."""
+        await self._client.command("reset_prefix_cache")
+        return True
 
     async def shutdown(self, grace_s: float = 0.0) -> None:
         """End the engine; running requests get `grace_s` seconds. Idempotent."""

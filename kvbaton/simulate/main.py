@@ -166,8 +166,8 @@ def summary(done: ServiceReport, config: SimulateConfig) -> dict[str, float]:
         "good": good / len(outcomes),
         "good/s": good / max(seconds, max(o.begin for o in outcomes)),
         "ttft p50": percentile(ttfts, 50),
-        "p90": percentile(ttfts, 90),
-        "p99": percentile(ttfts, 99),
+        "ttft p90": percentile(ttfts, 90),
+        "ttft p99": percentile(ttfts, 99),
         "tpot p50": percentile(itls, 50),
         "tpot p90": percentile(itls, 90),
         "itl p99": percentile(gaps, 99),
@@ -302,7 +302,7 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     def merit(row: Mapping[str, Any]) -> tuple[float, ...]:
         return value(row), round(row["good"], 3), -row["ttft p50"]
 
-    lines = [f"within both objectives: {told(alone)} where each node serves alone"]
+    lines = [f"within the objectives: {told(alone)} where each node serves alone"]
     if apart:
         best = max(apart, key=merit)
         ours, theirs = value(best), value(alone)
@@ -312,7 +312,7 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(f"fixed prefill and decode nodes: {told(best)} at best, which {verdict}")
     lines.append(f"any role, by cost: {told(any_role)}")
     if not any(row["good"] or value(row) for row in rows):
-        return [*lines, "best: none, for no layout serves a request within both objectives"]
+        return [*lines, "best: none, for no layout serves a request within the objectives"]
     best = max(rows, key=merit)
     policy, _, nodes = best["policy"].partition("@")
     lines.append(f"best: {nodes} with --policy {policy}")

@@ -13,7 +13,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from kvbaton.bench.report import percentile
-from kvbaton.bench.serve import ServeLoad, Shot, make_prompts, measure, summary, tokens_of
+from kvbaton.bench.serve import (
+    ServeLoad,
+    Shot,
+    make_prompts,
+    measure,
+    summary,
+    tell_failures,
+    tokens_of,
+)
 from kvbaton.cli import main
 from tests.support.waiting import PATIENCE_S
 
@@ -26,6 +34,7 @@ class Endpoint:
         self.bodies: list[dict[str, object]] = []
         self.at_once = self.most_at_once = 0
         self.at_least = 1
+        self.most_tokens = 1 << 20
         self.on_request: Callable[[], None] = lambda: None
         self.url = ""
         self.are_here = asyncio.Event()
@@ -46,7 +55,7 @@ class Endpoint:
         await asyncio.wait_for(self.are_here.wait(), PATIENCE_S)
         answer = web.StreamResponse()
         await answer.prepare(request)
-        for _ in range(body["max_tokens"]):
+        for _ in range(min(body["max_tokens"], self.most_tokens)):
             ids = {"token_ids": [body["prompt"][0]]} if self.tells_ids else {}
             chunk = {"choices": [{"index": 0, "text": "x", **ids}]}
             await answer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
@@ -164,6 +173,42 @@ async def test_an_event_that_is_something_else_is_a_failure_too(event: bytes, pr
     assert problem in (shot.error or "").lower()  # by msgspec 0.23 it is "UTF-8"
 
 
+async def test_a_stream_that_breaks_off_is_a_failure() -> None:
+    """A server that died behind a proxy looked like one with short answers, and fast."""
+
+    async def complete(request: web.Request) -> web.Response:
+        text = 'data: {"choices": [{"text": "a"}]}\n\n'
+        return web.Response(text=text, content_type="text/event-stream")
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    async with TestServer(app) as server:
+        load = ServeLoad(url=str(server.make_url("")), model="m", requests=1, input_len=1)
+        (shot,), _ = await measure(load)
+    assert (shot.error, len(shot.times)) == ("the stream ended without [DONE]", 1)
+
+
+def test_answers_shorter_than_asked_for_are_told(
+    endpoint: Endpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "serve", "--url", endpoint.url, "--requests", "3", "--output-len", "4"]
+    assert main(words) == 0
+    assert "shorter" not in capsys.readouterr().out
+    endpoint.most_tokens = 2
+    assert main(words) == 0
+    told = "3 of 3 answers were shorter than --output-len: 6 tokens in all"
+    assert told in capsys.readouterr().out
+
+
+def test_many_different_failures_are_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = [*"aabcdefgh", None]
+    tell_failures([Shot(0.0, (), error=error) for error in errors])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "failed: 2 of 10, a"
+    assert len(lines) == 6
+    assert lines[-1] == "failed: 3 of 10, by 3 other errors"
+
+
 async def test_lines_may_end_as_the_standard_lets_them() -> None:
     events = ('{"choices": [{"text": "a"}]}', '{"choices": [{"text": "b"}]}', "[DONE]")
 
@@ -221,11 +266,14 @@ async def test_tokens_are_those_of_the_answer(endpoint: Endpoint) -> None:
 
 def test_summary_leaves_failures_out() -> None:
     good = Shot(1.0, (1.5, 1.75, 2.25))
+    late = Shot(1.0, (1.5, 3.25))
     row = summary([good, Shot(1.0, (), error="no")], 2.0)
     assert (row["ok"], row["failed"], row["tokens/s"]) == (1, 1, 1.5)
     assert row["requests/s"] == 0.5
     assert (row["ttft_p50_ms"], row["second_p50_ms"]) == (500, 750)
-    assert row["itl_p50_ms"] == 375
+    assert row["itl_p50_ms"] == row["tpot_p50_ms"] == 375
+    row = summary([good, late], 2.0)
+    assert (row["itl_p50_ms"], row["tpot_p50_ms"]) == (500, (375 + 1750) / 2)
 
 
 def test_percentile() -> None:

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -119,6 +120,41 @@ def test_logprobs_choices_and_own_parameters(llm: LLM) -> None:
     assert len(second.outputs[0].token_ids) == 2
 
 
+def test_what_is_none_has_its_default_as_in_vllm(llm: LLM) -> None:
+    fields: dict[str, Any] = {**GREEDY, "max_tokens": 3}
+    empty: dict[str, Any] = dict.fromkeys(("stop", "stop_token_ids", "bad_words", "logit_bias"))
+    named = SamplingParams(**fields, **empty)
+    answers = llm.generate([TEXTS[0]] * 2, [SamplingParams(**fields), named], use_tqdm=False)
+    assert answers[0].outputs == answers[1].outputs
+
+
+def test_the_sum_of_logprobs(llm: LLM) -> None:
+    params = SamplingParams(**GREEDY, max_tokens=3, logprobs=0)
+    choice = llm.generate(TEXTS[0], params, use_tqdm=False)[0].outputs[0]
+    assert choice.logprobs is not None
+    (one, two, three) = (next(iter(named.values())).logprob for named in choice.logprobs if named)
+    assert choice.cumulative_logprob == pytest.approx(one + two + three)
+    assert one + two + three < 0
+    (bare,) = llm.generate(TEXTS[0], use_tqdm=False)
+    assert bare.outputs[0].cumulative_logprob is None
+
+
+def test_the_models_tokenizer_and_defaults(llm: LLM) -> None:
+    (answer,) = llm.generate(TEXTS[0], use_tqdm=False)
+    assert llm.get_tokenizer().encode(TEXTS[0]) == answer.prompt_token_ids
+    params = llm.get_default_sampling_params()
+    assert isinstance(params, SamplingParams)
+    fewer = msgspec.structs.replace(params, max_tokens=2)
+    assert len(llm.generate(TEXTS[0], fewer, use_tqdm=False)[0].outputs[0].token_ids) <= 2
+
+
+def test_an_answer_has_the_id_of_its_request(llm: LLM) -> None:
+    (answer,) = llm.generate(TEXTS[0], request_id="mine", use_tqdm=False)
+    assert answer.request_id == "mine"
+    unnamed = llm.generate(TEXTS, use_tqdm=False)
+    assert len({answer.request_id for answer in unnamed}) == len(TEXTS)
+
+
 def test_no_limit_is_the_length_of_the_model(llm: LLM) -> None:
     ids = list(range(20, 60))
     (answer,) = llm.generate(ids, SamplingParams(**GREEDY, max_tokens=None), use_tqdm=False)
@@ -137,6 +173,7 @@ def test_stop_string_and_prefix_cache(llm: LLM) -> None:
     assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
     assert cut.num_cached_tokens == 32
     assert llm.reset_prefix_cache()
+    assert llm.reset_prefix_cache(), "an empty cache can be cleared, too"
     (cold,) = llm.generate(ids, params, use_tqdm=False, cache_salt=None)
     assert cold.num_cached_tokens == 0
 
@@ -252,6 +289,13 @@ def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
         assert raised.value.param == "timeout"
     with pytest.raises(ConfigError, match="block_sise"):
         LLM(model, block_sise=16)
+    for unknown, meant in (
+        ({"trust_remote_code": True}, "trust_remote_code: .*; code of checkpoints is never run"),
+        ({"block_sise": 16}, "block_sise: .*; did you mean --block-size"),
+        ({"max_num_seq": 2}, "max_num_seq: .*; did you mean --max-num-seqs"),
+    ):
+        with pytest.raises(ConfigError, match=meant):
+            LLM(model, **unknown)
     with pytest.raises(ConfigError, match=r"'https://a\.b' is no host"):
         LLM(model, allowed_media_domains=["https://a.b"])
     with pytest.raises(ConfigError, match=r"allowed_media_domains: Expected .*array.*got .*str"):

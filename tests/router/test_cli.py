@@ -88,6 +88,8 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["serve", "x", "-dp", "2"], "unrecognized arguments: -dp 2; start more nodes"),
         (["serve", "x", "--disaggregation-mode", "prefill"], "prefill; there is --role"),
         (["bench", "serve", "--url", "x", "--request-rate=4"], "4; there is --rate"),
+        (["bench", "serve", "--base-url", "http://x"], "are required: --url; there is --url"),
+        (["simulate", "--tracee", "x"], "are required: --trace; did you mean --trace?"),
         (["router", "--enable-ssl-refresh"], "refresh; leave it out: that is on"),
         (["up", "x", "--enable-auto-tool-choice"], "auto-tool-choice; leave it out: that is on"),
         (["router", "--port", "0", "--model", "/nope"], "/nope/tokenizer.json: is missing"),
