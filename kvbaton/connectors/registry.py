@@ -158,7 +158,7 @@ class Contract:
 Spec = str | Mapping[str, Mapping[str, Any]]
 """A connector's name and options; see the module's docstring."""
 
-_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?=:|$)")
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ def test_options_reach_the_constructor_and_win_over_the_context() -> None:
         ),
         ("", "unknown transport ''"),
         ("memory:{", "is not JSON"),
+        ("memory:max_bytes=3", "'max_bytes=3' after memory is not JSON"),
         ('{"memory": {}}', "NAME or NAME:"),
         ("memory:[1]", "must be a JSON object"),
         ('memory:{"colour": 1}', "does not take these options: .*colour'$"),
