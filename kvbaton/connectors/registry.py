@@ -27,12 +27,13 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 
-from kvbaton.connectors.base import Capabilities, Transport
-from kvbaton.connectors.store import Store, StoreCapabilities
+from kvbaton.connectors.base import Capabilities, PreparesWrites, Transport
+from kvbaton.connectors.members import Further, check_members
+from kvbaton.connectors.store import Claiming, Namespaced, Registering, Store, StoreCapabilities
 from kvbaton.errors import ConfigError, KvbatonError, StoreError, error_text, import_failure
 
 MIN_SECRET_LENGTH = 4
@@ -157,7 +158,7 @@ class Contract:
 Spec = str | Mapping[str, Mapping[str, Any]]
 """A connector's name and options; see the module's docstring."""
 
-_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?=:|$)")
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ class Kind:
         noun: Name of the kind in errors and flags.
         protocol: The protocol that each connector of this kind must implement.
         capabilities: Type of the capabilities that each connector declares.
+        further: Protocols that it may implement, see `check_members`.
         built_in: Dotted paths of the built-in connectors by name. They are no entry points, since
             they must also be found when the package runs from its sources.
         contract: The supported versions of its contract.
@@ -176,6 +178,7 @@ class Kind:
     noun: str
     protocol: type
     capabilities: type
+    further: Further
     built_in: dict[str, str]
     contract: Contract
 
@@ -194,6 +197,7 @@ TRANSPORTS = Kind(
     "transport",
     Transport,
     Capabilities,
+    [(PreparesWrites, None)],
     {
         "faulty": "kvbaton.connectors.transports.faulty:FaultyTransport",
         "memory": "kvbaton.connectors.transports.memory:MemoryTransport",
@@ -207,6 +211,12 @@ STORES = Kind(
     "store",
     Store,
     StoreCapabilities,
+    [
+        (Registering, None),
+        (Registering, "devices"),
+        (Claiming, "claims"),
+        (Namespaced, "namespaces"),
+    ],
     {
         "decode_bench": "kvbaton.connectors.stores.decode_bench:DecodeBenchStore",
         "faulty": "kvbaton.connectors.stores.faulty:FaultyStore",
@@ -245,6 +255,10 @@ def load_transport(spec: str, *, name: str, host: str = "127.0.0.1", **context: 
             are wrong, the constructor raises, or the result is no transport.
     """
     transport: Transport = _build(TRANSPORTS, spec, {"name": name, "host": host} | context)
+    target, options = split_spec(spec, TRANSPORTS)
+    if transport.name != (given := options.get("name", name)):
+        told = f"{target} was named {given!r}, but calls itself {transport.name!r}"
+        raise ConfigError(TRANSPORTS.flag, told)
     return transport
 
 
@@ -316,18 +330,14 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
     _check_types(kind, target, factory, {name: arguments[name] for name in options})
     try:
         connector = factory(**arguments)
-        check_members(kind.flag, target, connector, kind.protocol, kind.capabilities, _AWAITED)
+        needed = kind.protocol, kind.capabilities, kind.further
+        check_members(kind.flag, target, connector, *needed)
     except KvbatonError as error:
         raise as_told(kind.flag, target, error) from None
     except (Exception, SystemExit) as error:
         text = f"{target} can't be built: {error_text(error)}"
         told = as_written(text)
         raise ConfigError(kind.flag, told) from (error if told == text else None)
-    for name, hint in get_type_hints(kind.capabilities).items():
-        value, wanted = getattr(connector.capabilities, name), get_origin(hint) or hint
-        if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-            told = f"{target} declares {name}={value!r}, which is no {wanted.__name__}"
-            raise ConfigError(kind.flag, told)
     return connector
 
 
@@ -339,41 +349,6 @@ def options_of(kind: Kind, factory: Any) -> list[inspect.Parameter]:
         return []
     ours = NOT_OPTIONS[kind.noun]
     return [p for p in every if p.kind is not p.VAR_KEYWORD and p.name not in ours]
-
-
-_AWAITED = (
-    "which nobody awaits: a store's calls return futures of `concurrent.futures`, and a "
-    "transport's do not wait"
-)
-
-
-def check_members(
-    flag: str, who: str, plugin: object, protocol: type, able: type, awaited: str
-) -> None:
-    """Check that a plug-in is an object with all members of a protocol, none of them `async def`.
-
-    Args:
-        flag: The flag whose spec names the plug-in.
-        who: The plug-in, for errors.
-        plugin: What its constructor returned.
-        protocol: The protocol; one of its members is ``capabilities``.
-        able: Type of the capabilities.
-        awaited: What an error says of a coroutine.
-
-    Raises:
-        ConfigError: It names the first thing that is wrong.
-    """
-    if inspect.isclass(plugin):
-        raise ConfigError(flag, f"{who} is the class {plugin.__name__}, not an object of it")
-    members = {name: getattr(plugin, name, None) for name in dir(protocol) if name[0] != "_"}
-    if missing := ", ".join(name for name, member in members.items() if member is None):
-        raise ConfigError(flag, f"{who} is not a {protocol.__name__}: it lacks {missing}")
-    for name, member in members.items():
-        if inspect.iscoroutinefunction(member):
-            raise ConfigError(flag, f"{who} has a coroutine, {name}, {awaited}")
-    if not isinstance(members["capabilities"], able):
-        told = f"{who} declares no valid capabilities: {members['capabilities']!r}"
-        raise ConfigError(flag, told)
 
 
 def _check_types(kind: Kind, target: str, factory: Any, options: Mapping[str, Any]) -> None:

@@ -30,7 +30,6 @@ from kvbaton.connectors.store import (
     Pieces,
     Registering,
     Store,
-    StoreCapabilities,
     Usage,
 )
 from kvbaton.engine.stats import LatencyHistogram
@@ -207,19 +206,16 @@ class StoreCalls:
         errors: Number of failed calls, by call.
 
     Raises:
-        ConfigError: The store's name or its capabilities are invalid.
+        ConfigError: The store's name is invalid.
     """
 
     def __init__(self, store: Store) -> None:
         self.plugin = store
-        self.name, able = store.name, store.capabilities
+        self.name = store.name
         if not isinstance(self.name, str) or _NAME.fullmatch(self.name) is None:
             told = f"the name {self.name!r} of a store can't be a metric's label"
             raise ConfigError("--store", f"{told}: letters, digits and . : @ / - are, 128 at most")
-        right = isinstance(able, StoreCapabilities) and type(able.max_keys) is int
-        if not right or able.max_keys < 1:
-            raise ConfigError("--store", f"{self.name} declares no valid capabilities: {able!r}")
-        self.capabilities = able
+        self.capabilities = store.capabilities
         self.errors = dict.fromkeys(CALLS, 0)
         self._seconds = {call: LatencyHistogram(CALL_BUCKETS) for call in TIMED}
         self._warn_at: dict[str, float] = {}
@@ -379,7 +375,9 @@ def _answers(keys: Sequence[bytes], answers: Sequence[object]) -> list[bool]:
     _require(answers, Sequence)
     if len(answers) != len(keys):
         raise ValueError(f"it answered for {len(answers)} of {len(keys)} keys")
-    return list(map(bool, answers))
+    for answer in answers:
+        _require(answer, bool)  # None is no refusal for want of room
+    return list(cast("Sequence[bool]", answers))
 
 
 class StoreStatus:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -432,15 +432,10 @@ def _watch(pair: Pair) -> None:
         pair.poll()
 
 
-@case(2)
+@case(2, "prepares")
 def prepared_writes(pair: Pair) -> None:
-    """A prepared write copies, once, the bytes that are there when it is posted, and not before.
-
-    For transports with `PreparesWrites`.
-    """
-    source = pair.source
-    if not isinstance(source, PreparesWrites):
-        return
+    """A prepared write copies, once, the bytes that are there when it is posted, and not before."""
+    source = cast(PreparesWrites, pair.source)
     rows = random_rows(pair.random, min(9, 3 * pair.max_ranges))
     parts = [rows[start::3] for start in range(3)]
     ready = []
@@ -472,7 +467,7 @@ def prepared_writes(pair: Pair) -> None:
             pair.complete(source.post(source.prepare(pair.peer, pack([row])), b"bad"))
         pair.compare(f"after a prepared row {what}")
     late, unposted = (source.prepare(pair.peer, pack(parts[0])) for _ in range(2))
-    pair.wait(lambda: source.close(pair.peer), "a peer with prepared writes is closed")
+    pair.wait(lambda: pair.source.close(pair.peer), "a peer with prepared writes is closed")
     handle = source.post(late, b"late")
     require(pair.finish(handle) is not Status.DONE, "a prepared write to a closed peer must fail")
     require(bool(handle.error()), "a failed write must say why")

@@ -22,6 +22,7 @@ from kvbaton.connectors.base import (
     Memory,
     Notice,
     Peer,
+    PreparesWrites,
     Ranges,
     Region,
     Status,
@@ -141,7 +142,9 @@ class Pair(Polled):
         self.close()
 
     def lacks(self, need: str) -> str | None:
-        """See `Rig.lacks`. The only need is ``processes``."""
+        """See `Rig.lacks`. A need is ``processes`` or ``prepares``."""
+        if need == "prepares":
+            return None if isinstance(self.source, PreparesWrites) else "not declared: prepare"
         assert need == "processes", need
         if self.spec is None or not self.source.capabilities.processes:
             return "not declared: processes"

@@ -289,6 +289,13 @@ def test_a_part_of_the_kit_certifies_nothing(capsys: pytest.CaptureFixture[str])
     assert re.fullmatch(r"memory: passed, not certified: \d+ cases were not asked for", last)
 
 
+def test_what_a_transport_does_not_declare_is_skipped_by_name() -> None:
+    subject = make_subject("memory", "transport")
+    (case,) = subject.cases(only=["L2.prepared-writes"])
+    outcome = subject.run(case)
+    assert (outcome.verdict, outcome.text) == (CaseVerdict.SKIPPED, "not declared: prepare")
+
+
 LONG = ("random-schedule", "memory-stays-level", "small-objects-in-a-race", "done-once")
 
 

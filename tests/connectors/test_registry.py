@@ -55,6 +55,7 @@ def test_options_reach_the_constructor_and_win_over_the_context() -> None:
         ),
         ("", "unknown transport ''"),
         ("memory:{", "is not JSON"),
+        ("memory:max_bytes=3", "'max_bytes=3' after memory is not JSON"),
         ('{"memory": {}}', "NAME or NAME:"),
         ("memory:[1]", "must be a JSON object"),
         ('memory:{"colour": 1}', "does not take these options: .*colour'$"),
@@ -99,6 +100,10 @@ class SaysText(MemoryStore):
         ({"max_notice_bytes": 1e3}, "declares max_notice_bytes=1000.0, which is no int"),
         ({"max_ranges": True}, "declares max_ranges=True, which is no int"),
         ({"processes": 1}, "declares processes=1, which is no bool"),
+        ({"max_notice_bytes": 79}, "declares max_notice_bytes=79; it must be at least 80"),
+        ({"max_ranges": 0}, "declares max_ranges=0; it must be at least 1"),
+        ({"devices": frozenset({"gpu"})}, "declares devices gpu; there is cpu, cuda"),
+        ({"host_staged": frozenset({"cuda"})}, "declares host_staged cuda; there is cpu"),
     ],
 )
 def test_what_a_transport_says_that_it_can_is_of_the_right_type(
@@ -109,6 +114,44 @@ def test_what_a_transport_says_that_it_can_is_of_the_right_type(
     monkeypatch.setattr(MemoryTransport, "capabilities", replace(right, **wrong))
     with pytest.raises(ConfigError, match=re.escape(f"--transport: memory {told}")):
         load_transport("memory", name="two", hub=hub)
+
+
+class CallsItself(MemoryTransport):
+    """Its author wants to see the vendor's name in logs."""
+
+    def __init__(self, name: str, *, host: str, hub: MemoryHub) -> None:
+        super().__init__(f"vendor-{name}", hub=hub)
+
+
+class PreparesInPart(MemoryTransport):
+    """What is prepared is never freed."""
+
+    def prepare(self, peer: Any, ranges: Any) -> object:
+        return peer, ranges
+
+    def post(self, prepared: Any, notice: bytes) -> Any:
+        peer, ranges = prepared
+        return self.write(peer, ranges, notice)
+
+
+class WritesUnnoticed(MemoryTransport):
+    """Its author misread a signature."""
+
+    def write(self, peer: Any, ranges: Any) -> Any:  # type: ignore[override]
+        return super().write(peer, ranges, b"")
+
+
+@pytest.mark.parametrize(
+    ("transport", "told"),
+    [
+        (CallsItself, "CallsItself was named 'one', but calls itself 'vendor-one'"),
+        (PreparesInPart, "PreparesInPart has some of discard, post, prepare, but lacks discard"),
+        (WritesUnnoticed, r"WritesUnnoticed can't be called as write\(peer, ranges, notice\): too"),
+    ],
+)
+def test_what_is_wrong_with_a_transport_is_said(transport: type, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_transport(f"{__name__}:{transport.__name__}", name="one", hub=MemoryHub())
 
 
 class SaysNothing(MemoryStore):
@@ -132,9 +175,94 @@ class Awaited(MemoryStore):
         super().open()
 
 
+class Declares(MemoryStore):
+    """Of what `able` says, it has nothing to show."""
+
+    able: Any
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.capabilities = replace(self.capabilities, **self.able)
+
+
+class ExpiresUnhinted(Declares):
+    able = {"hints": False, "namespaces": False}  # noqa: RUF012
+
+
+class ClearsUnhinted(Declares):
+    able = {"hints": False, "expires": False}  # noqa: RUF012
+
+
+class ClaimsInWords(Declares):
+    able = {"claims": True}  # noqa: RUF012
+    claim: Any = None
+
+
+class TakesNoMemory(Declares):
+    able = {"devices": frozenset({"cpu"})}  # noqa: RUF012
+    register: Any = None
+
+
+class TakesNoKeys(Declares):
+    able = {"max_keys": 0}  # noqa: RUF012
+
+
+class RegistersLater(MemoryStore):
+    async def register(self, regions: Any) -> None:  # type: ignore[override]
+        """Nobody awaits it."""
+
+
+class Unpinned(MemoryStore):
+    def lookup(self, keys: Any) -> Any:  # type: ignore[override]
+        return super().lookup(keys)
+
+
+class LoadsMany(Backend):
+    """It can't store many."""
+
+    def get_many(self, keys: Any, targets: Any) -> list[bool]:
+        return [False] * len(keys)
+
+
+class LoadsManyLater(LoadsMany):
+    async def get_many(self, keys: Any, targets: Any) -> list[bool]:  # type: ignore[override]
+        return [False] * len(keys)
+
+    def put_many(self, keys: Any, sources: Any) -> list[bool]:
+        return [False] * len(keys)
+
+
+class Returns(Backend):
+    """It returns the bytes, as clients do."""
+
+    def get(self, key: bytes) -> Any:  # type: ignore[override]
+        return None
+
+
+def over(backend: type[Backend]) -> type:
+    """A store over a back end."""
+
+    def build(self: ThreadedStore, name: str) -> None:
+        ThreadedStore.__init__(self, name, backend(Box(name)))
+
+    made = type(f"Over{backend.__name__}", (ThreadedStore,), {"__init__": build})
+    globals()[made.__name__] = made
+    return made
+
+
 @pytest.mark.parametrize(
     ("store", "told"),
     [
+        (ExpiresUnhinted, "ExpiresUnhinted declares expires, but not hints, in which"),
+        (ClearsUnhinted, "ClearsUnhinted declares namespaces, but not hints, in which"),
+        (ClaimsInWords, "ClaimsInWords declares claims, but lacks claim"),
+        (TakesNoMemory, "TakesNoMemory declares devices, but lacks register"),
+        (TakesNoKeys, "TakesNoKeys declares max_keys=0; it must be at least 1"),
+        (RegistersLater, "RegistersLater has a coroutine, register, which nobody awaits"),
+        (Unpinned, r"can't be called as lookup\(keys, pin=False\): got an unexpected .* 'pin'"),
+        (over(LoadsMany), "LoadsMany, has some of get_many, put_many, but lacks put_many"),
+        (over(LoadsManyLater), "LoadsManyLater, has a coroutine, get_many, but its calls block"),
+        (over(Returns), r"Returns, can't be called as get\(key, target\): too many positional"),
         (Leaves, "Leaves can't be built: SystemExit: no licence"),
         (SaysNothing, "SaysNothing declares no valid capabilities: {'pins': True}"),
         (SaysText, "SaysText declares max_keys='1024', which is no int"),
@@ -234,13 +362,13 @@ def test_errors_of_calls_tell_a_secret_as_it_was_written(
     store.close()
 
 
-class TakesTooLittle(MemoryStore):
-    """Its author misread a signature."""
+class GivesTooLittle(MemoryStore):
+    """Its author misread its client's signature."""
 
-    def load(self, keys: Any) -> Any:  # type: ignore[override]
-        return super().load(keys, [])
+    def load(self, keys: Any, targets: Any) -> Any:
+        return super().load(keys)  # type: ignore[call-arg]
 
 
-def test_the_doctor_survives_a_call_with_a_wrong_signature() -> None:
-    trial = try_store(f"{__name__}:TakesTooLittle")
-    assert (trial.failed_at, trial.error[:30]) == ("verify", "TypeError: TakesTooLittle.load")
+def test_the_doctor_survives_a_call_that_raises() -> None:
+    trial = try_store(f"{__name__}:GivesTooLittle")
+    assert (trial.failed_at, trial.error[:29]) == ("verify", "TypeError: ThreadedStore.load")

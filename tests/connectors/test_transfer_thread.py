@@ -152,10 +152,11 @@ class Hostile(MemoryTransport):
     def __init__(self, name: str, hub: MemoryHub) -> None:
         super().__init__(name, hub=hub)
         self.broken = ""
+        self.raised: type[BaseException] = RuntimeError
 
     def _may(self, method: str) -> None:
         if self.broken == method:
-            raise RuntimeError(f"{method} is broken")
+            raise self.raised(f"{method} is broken")
 
     def connect(self, card: bytes) -> Any:
         self._may("connect")
@@ -186,12 +187,14 @@ class Hostile(MemoryTransport):
         self._may("shutdown")
 
 
+@pytest.mark.parametrize("raised", [RuntimeError, SystemExit])
 @pytest.mark.parametrize("method", ["connect", "write", "notices", "lost"])
 @pytest.mark.parametrize("side", [Prefill, Decode])
 def test_a_plug_in_that_raises_ends_no_thread(
-    make: Make, hub: MemoryHub, side: type[Node], method: str
+    make: Make, hub: MemoryHub, side: type[Node], method: str, raised: type[BaseException]
 ) -> None:
     hostile = Hostile("hostile", hub)
+    hostile.raised = raised
     p = make(Prefill, hostile if side is Prefill else None)
     d = make(Decode, hostile if side is Decode else None)
     hostile.broken = method
@@ -243,6 +246,16 @@ def test_a_handle_that_breaks_its_contract_fails_its_attempt_only(
     odd[0] = False
     wait(lambda: isinstance(hand_over(p, d), Deliver), p, d)
     wait(lambda: not p.thread.sender.state()["writes_in_flight"], p, d)
+
+
+def test_what_a_status_raises_is_why_the_write_failed(make: Make, hub: MemoryHub) -> None:
+    class Odd(MemoryTransport):
+        def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> Any:
+            return OddHandle(status=stumble, error=lambda: None)
+
+    ended = hand_over(make(Prefill, Odd("odd", hub=hub)), make(Decode))
+    assert isinstance(ended, Fail)
+    assert "write 0 failed: RuntimeError: a bug" in ended.reason
 
 
 def test_an_error_without_a_text_is_told_all_the_same(make: Make, hub: MemoryHub) -> None:

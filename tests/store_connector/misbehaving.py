@@ -87,6 +87,19 @@ class ShortStore(Sound):
         return outer
 
 
+class PutsNone(Sound):
+    """Its backend forgets to return an answer."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        put = self.backend.put
+
+        def puts(key: bytes, source: Pieces) -> Any:
+            put(key, source)
+
+        self.backend.put = puts  # type: ignore[method-assign]
+
+
 class WritesSources(Sound):
     """Encrypts what it is given in place, say."""
 
@@ -302,6 +315,7 @@ BUGS = (
     ShortLookup,
     ListLookup,
     NoneLoad,
+    PutsNone,
     ShortContains,
     ShortLoad,
     ShortStore,

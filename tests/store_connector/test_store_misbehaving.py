@@ -54,7 +54,7 @@ MOST_S = 15.0
 LOGGED = {
     "ListLookup": "lookup", "NoneLoad": "load",
     "ShortLookup": "lookup", "ShortContains": "lookup", "ShortLoad": "load",
-    "ShortStore": "store", "NoFuture": "lookup", "RaisesInLookup": "lookup",
+    "ShortStore": "store", "PutsNone": "store", "NoFuture": "lookup", "RaisesInLookup": "lookup",
     "ExitsInLoad": "load", "RaisesInUsage": "usage", "RaisesInHealth": "health",
     "GeneratorExitInLoad": "load", "NoTextInLookup": "lookup", "NoTextInUsage": "usage",
     "WritesSources": "store", "OddFutureOfLoad": "load", "ForgetsWhatIsNoKey": "load",
@@ -65,6 +65,7 @@ TOLD = {
     "ListLookup": "it answered with a list, not a Found",
     "NoneLoad": "it answered with a NoneType, not a Sequence",
     "WrongUsage": "it answered with a dict, not a Usage",
+    "PutsNone": "it answered with a NoneType, not a bool",
     "NoFuture": "it returned Found, not a concurrent.futures.Future",
 }
 """What the log's line says of it."""
@@ -230,7 +231,7 @@ def test_cancelled_loads_are_not_missing(nodes: Nodes, box: Box) -> None:
         ('memory:{"max_bytes": -5}', "--store: memory's max_bytes: must be above 0, not -5"),
         ('memory:{"threads": 0}', "--store: memory's threads: must be at least 1, not 0"),
         (spec_of(NoCapabilities), "declares no valid capabilities"),
-        (spec_of(NoKeys), "declares no valid capabilities"),
+        (spec_of(NoKeys), "declares max_keys=0; it must be at least 1"),
         (spec_of(OwnName), "the name 'OwnName \"shelf\"' of a store can't be a metric's label"),
         (spec_of(NoName), "NoName is not a Store: it lacks name"),
         ('memory:{"name": "a\\nb"}', "the name 'a\\nb' of a store can't be a metric's label"),

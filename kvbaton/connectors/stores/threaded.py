@@ -15,8 +15,17 @@ from weakref import WeakSet
 
 import xxhash
 
-from kvbaton.connectors.registry import check_members
-from kvbaton.connectors.store import NO_HINTS, Found, Hints, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.members import check_members
+from kvbaton.connectors.store import (
+    NO_HINTS,
+    Claiming,
+    Found,
+    Hints,
+    Namespaced,
+    Pieces,
+    StoreCapabilities,
+    Usage,
+)
 from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.errors import ConfigError, StoreError
 
@@ -87,11 +96,15 @@ class BatchBackend(Protocol):
         """`Backend.put` for several objects. Each is stored whole or not at all, independently."""
 
 
-class DeclaredBackend(Protocol):
-    """Further methods of a `Backend`, each required by a declared capability."""
+class PrefixBackend(Protocol):
+    """Further method of a `Backend` that declares ``prefix``."""
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """For ``prefix``: number of keys before the first one whose object is missing."""
+        """Number of keys before the first one whose object is missing."""
+
+
+class DeclaredBackend(PrefixBackend, Protocol):
+    """Further methods of a `Backend`, each required by a declared capability."""
 
     def claim(self, keys: Sequence[bytes]) -> list[bool]:
         """For ``claims``: see `Claiming.claim`."""
@@ -103,12 +116,12 @@ class DeclaredBackend(Protocol):
         """For ``namespaces``: see `Namespaced.clear`."""
 
 
-_DECLARED = {
-    "prefix": ["longest_prefix"],
-    "claims": ["claim"],
-    "namespaces": ["namespaces", "clear"],
-}
-"""Required methods of `DeclaredBackend`, by capability."""
+_FURTHER = [
+    (BatchBackend, None),
+    (PrefixBackend, "prefix"),
+    (Claiming, "claims"),
+    (Namespaced, "namespaces"),
+]
 
 
 _BLOCKS = (
@@ -119,11 +132,7 @@ _BLOCKS = (
 
 def _check_backend(name: str, backend: Backend) -> None:
     who = f"{name}'s back end, a {type(backend).__name__},"
-    check_members("--store", who, backend, Backend, StoreCapabilities, _BLOCKS)
-    for capability, names in _DECLARED.items():
-        missing = ", ".join(method for method in names if not hasattr(backend, method))
-        if getattr(backend.capabilities, capability) and missing:
-            raise ConfigError("--store", f"{who} declares {capability}, but lacks {missing}")
+    check_members("--store", who, backend, Backend, StoreCapabilities, _FURTHER, _BLOCKS)
 
 
 def usage_by_namespace(found: Iterable[tuple[str, str, int]]) -> dict[str, Usage]:

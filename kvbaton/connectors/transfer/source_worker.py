@@ -22,7 +22,7 @@ from kvbaton.connectors.plan import needed_bytes, plan, total_bytes
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.notice import pack_notice
 from kvbaton.connectors.protocol.source import Source
-from kvbaton.connectors.transfer.worker import Links, TransferWorker, attempt_name
+from kvbaton.connectors.transfer.worker import FAILURES, Links, TransferWorker, attempt_name
 from kvbaton.errors import error_text
 from kvbaton.messages.control import DigestRun
 from kvbaton.types import Attempt
@@ -201,7 +201,7 @@ class SourceWorker(TransferWorker):
         for handle in write.handles:
             try:
                 handle.release()
-            except Exception:
+            except FAILURES:
                 self.error("a write can't be given back")
 
     def _release(self, action: events.Release, now: float) -> None:
@@ -229,7 +229,7 @@ class SourceWorker(TransferWorker):
                         and len(rows) <= self._max_ranges[pair[0]]
                     ):
                         found.prepared[pair] = transport.prepare(links[pair], rows)
-        except Exception:  # `_post` meets the same error, and can report it
+        except FAILURES:  # `_post` meets the same error, and can report it
             name = attempt_name(report.attempt)
             logger.debug("writes of %s can't be planned ahead", name, exc_info=True)
         self.mark(report.attempt, "prepared", start=report.start, end=report.end)
@@ -254,7 +254,7 @@ class SourceWorker(TransferWorker):
             for (own, _), prepared in planned.prepared.items():
                 try:
                     cast(PreparesWrites, self.transports[own]).discard(prepared)
-                except Exception:
+                except FAILURES:
                     self.error("a prepared write can't be discarded")
 
     def _post(self, action: events.Post, now: float) -> None:
@@ -324,7 +324,7 @@ class SourceWorker(TransferWorker):
                 if not isinstance(handle, Handle):
                     raise TypeError(f"{transport.name} returned {type(handle).__name__}, no Handle")
                 write.handles.append(handle)
-        except Exception as error:
+        except FAILURES as error:
             self.error("write %d of %s can't be posted", action.write, attempt_name(action.attempt))
             write.broken = error_text(error)
         else:
@@ -336,9 +336,10 @@ class SourceWorker(TransferWorker):
         try:
             for handle in write.handles:
                 states.add(handle.status())
-        except Exception:
+        except FAILURES as raised:
             self.error("a write's status can't be told")
             states.add(Status.ERROR)
+            write.broken = write.broken or error_text(raised)
         drained = states <= {Status.DONE, Status.DRAINED}
         broken = bool(write.broken) or not states <= {Status.DONE, Status.PENDING}
         if not drained and (write.failed or not broken):
@@ -360,6 +361,6 @@ class SourceWorker(TransferWorker):
         try:
             told = (handle.error() for handle in write.handles)
             return str(next(filter(None, told), "unknown error"))
-        except Exception:
+        except FAILURES:
             self.error("why a write failed can't be told")
             return "unknown error"

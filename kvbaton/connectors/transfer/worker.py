@@ -36,6 +36,9 @@ MAX_MARKS = 4096
 PERIOD_S = 0.05
 """Seconds between checks for lost peers and publications of totals and timers."""
 
+FAILURES = Exception, SystemExit
+"""What a call of a plug-in may raise: some libraries end the process when they are at a loss."""
+
 Links = dict[tuple[int, int], Peer]
 """Connections to one peer, by (own rank, peer's rank)."""
 
@@ -106,7 +109,7 @@ class TransferWorker:
         while self._events:
             try:
                 actions = self._machine.handle(self._events[0], now)
-            except Exception:
+            except FAILURES:
                 self.error("%s could not be handled", type(self._events[0]).__name__)
                 actions = self._machine.actions
             for action in actions:
@@ -116,7 +119,7 @@ class TransferWorker:
                         do(action, now)
                     else:
                         self.to_engine(action)
-                except Exception:
+                except FAILURES:
                     self.error("%s could not be carried out", type(action).__name__)
             self._events.popleft()
 
@@ -165,7 +168,7 @@ class TransferWorker:
             try:
                 for notice in transport.notices():
                     self._landed(notice.payload, now)
-            except Exception:
+            except FAILURES:
                 self.error("transport %s can't be looked at", transport.name)
         return self._poll_transfers(now)
 
@@ -184,7 +187,7 @@ class TransferWorker:
                     for node, links in list(self.linked.values()):
                         if any(link is peer for link in links.values()):
                             self.handle(events.PeerGone(node), now)
-            except Exception:
+            except FAILURES:
                 self.error("transport %s can't tell who is lost", transport.name)
 
     def settle(self) -> float | None:
@@ -200,7 +203,7 @@ class TransferWorker:
         try:
             for own, other in sorted(pairs):
                 links[own, other] = self.transports[own].connect(peer.ranks[other].card)
-        except Exception:
+        except FAILURES:
             self.error("can't reach %s", peer.node.node)
             self.handle(events.PeerGone(peer.node), now)
             return False
@@ -210,7 +213,7 @@ class TransferWorker:
         """Close a connection: the result of the transport's `close`, or None if it raises."""
         try:
             return self.transports[own].close(link)
-        except Exception:
+        except FAILURES:
             self.error("transport %s can't close a peer", self.transports[own].name)
             return None
 
@@ -240,7 +243,7 @@ class TransferWorker:
         for transport in self.transports:
             try:
                 transport.shutdown()
-            except Exception:
+            except FAILURES:
                 self.error("transport %s can't be shut down", transport.name)
         os.close(self.outbox_fd)
 
