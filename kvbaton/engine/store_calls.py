@@ -375,8 +375,8 @@ def _answers(keys: Sequence[bytes], answers: Sequence[object]) -> list[bool]:
     _require(answers, Sequence)
     if len(answers) != len(keys):
         raise ValueError(f"it answered for {len(answers)} of {len(keys)} keys")
-    for answer in answers:
-        _require(answer, bool)  # None is no refusal for want of room
+    if set(map(type, answers)) - {bool}:  # None is no refusal for want of room
+        _require(next(answer for answer in answers if not isinstance(answer, bool)), bool)
     return list(cast("Sequence[bool]", answers))
 
 
