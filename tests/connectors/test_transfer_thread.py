@@ -253,7 +253,10 @@ def test_what_a_status_raises_is_why_the_write_failed(make: Make, hub: MemoryHub
         def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> Any:
             return OddHandle(status=stumble, error=lambda: None)
 
-    ended = hand_over(make(Prefill, Odd("odd", hub=hub)), make(Decode))
+    p, d = make(Prefill, Odd("odd", hub=hub)), make(Decode)
+    attempt = begin(p, d)
+    wait(lambda: d.outcome(attempt) is not None, p, d)  # its blocks stay for a lease
+    ended = d.outcome(attempt)
     assert isinstance(ended, Fail)
     assert "write 0 failed: RuntimeError: a bug" in ended.reason
 
