@@ -582,7 +582,7 @@ def test_sums_that_fail_end_their_attempt_only(make: Make, monkeypatch: pytest.M
     ended = d.outcome(attempt)
     assert isinstance(ended, Fail)
     assert "the sums can't be fetched" in ended.reason
-    assert [release.attempt for release in p.of(Release)] == [attempt]
+    wait(lambda: [release.attempt for release in p.of(Release)] == [attempt], p, d)
     assert isinstance(hand_over(p, d), Deliver)
     assert p.thread.errors == 1
 
