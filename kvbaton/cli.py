@@ -10,7 +10,7 @@ import io
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that adds its flags when it is used, and reports wrong flags like wrong settings."""
 
     fill: FillParser | None = None
-    _hint = ""
+    _given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Add the flags and the options of ``--config``, then parse."""
@@ -101,15 +101,17 @@ class Parser(argparse.ArgumentParser):
         if self._subparsers is None:
             add_config_flag(self)
             args = with_config(self, sys.argv[1:] if args is None else args)
-        names = (str(word).partition("=")[0] for word in args or () if str(word).startswith("-"))
-        options = self._option_string_actions
-        unknown = (instead_of(name, options) for name in names if name not in options)
-        self._hint = next(filter(None, unknown), "")  # also for the error of a missing option
+        self._given = [str(word) for word in args or ()]
         found, rest = super().parse_known_args(args, namespace)
-        for word in rest:
-            if hint := instead_of(word.partition("=")[0], options):
-                self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        if hint := self._hint(rest):
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return found, rest
+
+    def _hint(self, words: Iterable[str]) -> str:
+        """What to use instead of the first unknown flag for which that is known."""
+        names, options = (word.partition("=")[0] for word in words), self._option_string_actions
+        unknown = (name for name in names if name.startswith("-") and name not in options)
+        return next(filter(None, (instead_of(name, options) for name in unknown)), "")
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with status 2."""
@@ -119,7 +121,7 @@ class Parser(argparse.ArgumentParser):
             (jobs,) = self._subparsers._group_actions  # argparse has no other way to ask for them
             text += f", one of {', '.join(jobs.choices or ())}"
         elif "are required: " in text:
-            text += self._hint
+            text += self._hint(self._given)
         self.exit(2, f"kvbaton: error: {text}\n")
 
 

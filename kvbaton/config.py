@@ -418,8 +418,10 @@ def instead_of(name: str, known: Iterable[str] = ()) -> str:
     """
     if found := INSTEAD.get(name):
         return f"; {found}"
+    if not name.startswith("--"):
+        return ""
     like = difflib.get_close_matches(name, known, n=1, cutoff=LIKENESS)
-    return f"; did you mean {like[0]}?" if like and name.startswith("--") else ""
+    return f"; did you mean {like[0]}?" if like else ""
 
 
 def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:

@@ -280,18 +280,18 @@ class Cluster:
         while True:
             await asyncio.sleep(LIVE_S)
             view = await self._nodes()
-            for node in () if view is None else view.nodes:
-                status, said = 0, b""
-                if node.state == "unhealthy":
-                    status, said = await self._get(f"{node.url}/live")
-                name = node.node_id
+            nodes = [] if view is None else view.nodes
+            urls = {node.node_id: node.url for node in nodes if node.state == "unhealthy"}
+            for process in self.nodes:
+                name, status, said = process.name, 0, b""
+                if name in urls:
+                    status, said = await self._get(f"{urls[name]}/live")
                 failures[name] = failures.get(name, 0) + 1 if status == 503 else 0
                 if failures[name] == LIVE_FAILURES:
-                    print(f"{name}: killed, as it is broken: {said.decode()}", file=sys.stderr)
+                    why = said.decode(errors="replace")
+                    print(f"{name}: killed, as it is broken: {why}", file=sys.stderr)
                     failures[name] = 0
-                    for process in self.nodes:
-                        if process.name == name:
-                            process.kill()
+                    process.kill()
 
     # --- shutdown ---
 

@@ -99,9 +99,10 @@ def _check_capabilities(flag: str, who: str, declared: object, able: type) -> No
     """Refuse a declared value of a wrong type or out of bounds, and what contradicts another."""
     if not isinstance(declared, able):
         raise ConfigError(flag, f"{who} declares no valid capabilities: {declared!r}")
-    fields = {name: getattr(declared, name) for name in get_type_hints(able)}
-    for name, hint in get_type_hints(able).items():
-        value, wanted = fields[name], get_origin(hint) or hint
+    hints = get_type_hints(able)
+    fields = {name: getattr(declared, name) for name in hints}
+    for name, value in fields.items():
+        wanted = get_origin(hints[name]) or hints[name]
         if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
             told = f"{who} declares {name}={value!r}, which is no {wanted.__name__}"
             raise ConfigError(flag, told)

@@ -301,7 +301,8 @@ class AsyncLLM:
         folder = model_folder(model)
         media = MediaConfig(**_fields(MediaConfig, settings))
         config = EngineConfig(model=folder, **_fields(EngineConfig, settings))
-        for name in settings:
+        if settings:
+            name = next(iter(settings))
             known = EngineConfig.__dataclass_fields__ | MediaConfig.__dataclass_fields__
             hint = instead_of(flag_of(name), map(flag_of, known))
             raise ConfigError(name, f"the engine has no such setting{hint}")

@@ -5,7 +5,7 @@ import json
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -150,6 +150,16 @@ def test_a_key_may_come_from_the_environment(
     assert "bad key" in capsys.readouterr().out
 
 
+async def shot_at(complete: Callable[[web.Request], Awaitable[web.Response]]) -> Shot:
+    """The only request to an endpoint that answers so."""
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    async with TestServer(app) as server:
+        load = ServeLoad(url=str(server.make_url("")), model="m", requests=1, input_len=1)
+        (shot,), _ = await measure(load)
+    return shot
+
+
 @pytest.mark.parametrize(
     ("event", "problem"),
     [
@@ -165,11 +175,7 @@ async def test_an_event_that_is_something_else_is_a_failure_too(event: bytes, pr
     async def complete(request: web.Request) -> web.Response:
         return web.Response(body=b"data: " + event + b"\n\n", content_type="text/event-stream")
 
-    app = web.Application()
-    app.router.add_post("/v1/completions", complete)
-    async with TestServer(app) as server:
-        load = ServeLoad(url=str(server.make_url("")), model="m", requests=1, input_len=1)
-        (shot,), _ = await measure(load)
+    shot = await shot_at(complete)
     assert problem in (shot.error or "").lower()  # by msgspec 0.23 it is "UTF-8"
 
 
@@ -180,11 +186,7 @@ async def test_a_stream_that_breaks_off_is_a_failure() -> None:
         text = 'data: {"choices": [{"text": "a"}]}\n\n'
         return web.Response(text=text, content_type="text/event-stream")
 
-    app = web.Application()
-    app.router.add_post("/v1/completions", complete)
-    async with TestServer(app) as server:
-        load = ServeLoad(url=str(server.make_url("")), model="m", requests=1, input_len=1)
-        (shot,), _ = await measure(load)
+    shot = await shot_at(complete)
     assert (shot.error, len(shot.times)) == ("the stream ended without [DONE]", 1)
 
 
@@ -216,11 +218,7 @@ async def test_lines_may_end_as_the_standard_lets_them() -> None:
         text = ": ping\r\n\r\n" + "".join(f"id: 1\r\ndata: {event}\r\n\r\n" for event in events)
         return web.Response(text=text, content_type="text/event-stream")
 
-    app = web.Application()
-    app.router.add_post("/v1/completions", complete)
-    async with TestServer(app) as server:
-        load = ServeLoad(url=str(server.make_url("")), model="m", requests=1, input_len=1)
-        (shot,), _ = await measure(load)
+    shot = await shot_at(complete)
     assert (shot.error, len(shot.times)) == (None, 2)
 
 

@@ -110,7 +110,7 @@ async def test_a_node_that_only_a_restart_helps_is_killed(
     cluster.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     cluster.nodes.append(Process())
     killing = asyncio.create_task(cluster._kill_broken())
-    most = 2 * launcher.LIVE_FAILURES  # of two nodes
+    most = 2 * launcher.LIVE_FAILURES
     await eventually(lambda: killing.done() or asked > most)
     assert not killing.done()
     killing.cancel()
