@@ -263,7 +263,7 @@ def layouts(args: argparse.Namespace) -> list[Layout]:
         Layout(
             "shared",
             ["--any=2", "--policy=cost", f"--ttft-slo={1000 * args.ttft:g}",
-             f"--itl-slo={args.itl[0]:g}", "--itl-percentile=95", chunk(args.chunk)],
+             f"--itl-slo={args.itl[0]:g}", chunk(args.chunk)],
             0.9, 2,
         ),
         Layout(

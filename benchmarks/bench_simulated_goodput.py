@@ -42,21 +42,17 @@ def fresh(number: int, at: float, length: int, tokens: int) -> TraceRequest:
     return TraceRequest(at, ((2 * number + 2, length),), tokens, 2 * number + 3)
 
 
-def settings_of(
-    policy: str, ttft_slo: float, itl_slo: float, itl_percentile: float | None = None
-) -> RoutingPolicy:
+def settings_of(policy: str, ttft_slo: float, itl_slo: float) -> RoutingPolicy:
     """Settings of a policy. Only `cost` gets objectives: nodes would order prompts by them."""
     if policy != "cost":
         return RoutingPolicy(policy=policy)
-    return RoutingPolicy(
-        policy=policy, ttft_slo=ttft_slo, itl_slo=itl_slo, itl_percentile=itl_percentile
-    )
+    return RoutingPolicy(policy=policy, ttft_slo=ttft_slo, itl_slo=itl_slo)
 
 
 def met(args: argparse.Namespace, model: EngineModel, spec: str, seed: int) -> float:
     """Share of the counted requests that meet both objectives."""
     policy, _, nodes = spec.partition("@")
-    settings = settings_of(policy, TTFT_MS, args.itl, 95.0)
+    settings = settings_of(policy, TTFT_MS, args.itl)
     life, live = args.life, round(args.rate * args.life) if args.live else 0
     opens = life if args.live else 2 * life
     trace = requests(seed, args.rate, opens + 4 * life, live)

@@ -35,7 +35,8 @@ FAR_PREFIX = 16384
 for that many keys is the faster the more queries there are."""
 
 IN_TIME = 0.75
-"""Share of the TTFT objective: a prompt that would take longer in small chunks gets large ones."""
+"""Share of the TTFT objective: a prompt that would take longer in small chunks gets large ones,
+unless sequences that decode have an ITL objective."""
 
 
 def chunk_tokens(objective_s: float, step_s: float, token_s: float, most: int, mixed: int) -> int:

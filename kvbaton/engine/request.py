@@ -68,7 +68,7 @@ class Sequence:
     tokens: TokenIds
     num_groups: InitVar[int]
     tables: Tables = field(init=False)
-    rank: tuple[int, bool, int, int, int] = field(init=False)
+    rank: tuple[int, int, int, int, int] = field(init=False)
     state: SequenceState = SequenceState.WAITING
     handle: int = field(init=False)
     parent: Sequence | None = field(init=False)
@@ -84,7 +84,7 @@ class Sequence:
 
     def __post_init__(self, num_groups: int) -> None:
         request = self.request
-        self.rank = request.spec.priority, False, request.start_tag, request.arrival, self.choice
+        self.rank = request.spec.priority, 0, request.start_tag, request.arrival, self.choice
         self.reset(num_groups)
 
     def reset(self, num_groups: int) -> None:

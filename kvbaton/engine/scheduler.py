@@ -128,8 +128,9 @@ class Scheduler(LoadingRequests):
                 return None
 
     def _fill(self, plan: PlanBuilder) -> None:
-        """Fill a plan in one pass over the running sequences, then over the queue."""
-        preemptions, running = self.totals.preemptions, []
+        """Fill a plan: first sequences that decode, then prompts, running or queued, by rank."""
+        preemptions, running, blocked = self.totals.preemptions, [], False
+        self.late.rank(self.waiting, self.running, self.clock())
         for sequence in tuple(self.running):
             end = len(sequence.tokens) + sequence.pending
             if sequence.request.items:  # up to the first item whose encoder output is missing
@@ -150,6 +151,8 @@ class Scheduler(LoadingRequests):
             for remaining, sequence in running:
                 if not remaining or (remaining == 1) != decoding:
                     continue
+                if not decoding and not blocked and self.totals.preemptions == preemptions:
+                    blocked = not self._admit_before(plan, sequence.rank)
                 count = self._fit(sequence, sequence.num_scheduled, remaining, plan.budget)
                 if sequence.state is not SequenceState.RUNNING or count < 1 or plan.room < 1:
                     continue
@@ -159,9 +162,8 @@ class Scheduler(LoadingRequests):
                 if self._secure(plan, sequence, end + len(proposed)):
                     self._compute(plan, sequence, count, proposed)
         if self.totals.preemptions == preemptions:
-            self.late.rank(self.waiting, self.running, self.clock())
-            while self.waiting and self._admit(plan, self.waiting[0]):
-                pass
+            if not blocked:
+                self._admit_before(plan)
             if plan.full:  # loads take no tokens; if it starts late, the source prefills twice
                 for sequence in tuple(self.waiting):
                     if sequence.request.is_target and not self._admit(plan, sequence):
@@ -170,22 +172,23 @@ class Scheduler(LoadingRequests):
     def _chunk(self, plan: PlanBuilder) -> int:
         """Maximum number of prompt tokens in a step with decoding sequences.
 
-        This is the whole budget if, in small chunks, a first token would come when most of its TTFT
-        objective has passed, or, without an ITL objective, if a prompt's chunk begins beyond
-        `FAR_PREFIX`.
+        An ITL objective is kept whatever waits. Without one this is the whole budget if, in small
+        chunks, a first token would come when most of its TTFT objective has passed, or if a
+        prompt's chunk begins beyond `FAR_PREFIX`.
         """
         most, objective_s = self.config.max_num_batched_tokens, math.inf
         for scheduled in plan.scheduled:
             objective_s = min(objective_s, scheduled.sequence.request.spec.itl_s or math.inf)
         limit = self.chunk_limit.for_step(most - plan.budget, objective_s)
-        bound = objective_s < math.inf
-        token_s = objective_s / limit if bound else self.chunk_limit.token_s
+        if objective_s < math.inf:
+            return limit
         ends = self.clock()
         for sequence in itertools.chain(self.running, self.waiting):
             due, ttft_s = sequence.request.due, sequence.request.spec.ttft_s
             if not sequence.num_generated:
-                if not bound and sequence.num_scheduled >= FAR_PREFIX:
+                if sequence.num_scheduled >= FAR_PREFIX:
                     return most
+                token_s = self.chunk_limit.token_s
                 ends += (len(sequence.tokens) - sequence.num_scheduled) * token_s
                 if due is not None and ends > due - (1 - IN_TIME) * ttft_s:
                     return most
@@ -360,6 +363,13 @@ class Scheduler(LoadingRequests):
         )
 
     # --- admission ---
+
+    def _admit_before(self, plan: PlanBuilder, rank: tuple[float, ...] = (math.inf,)) -> bool:
+        """Admit sequences of the queue up to a rank; False once one has to wait."""
+        while self.waiting and self.waiting[0].rank < rank:
+            if not self._admit(plan, self.waiting[0]):
+                return False
+        return True
 
     def _admit(self, plan: PlanBuilder, sequence: Sequence) -> bool:
         """Admit the first sequence of the queue; False if it has to wait, and all behind it.

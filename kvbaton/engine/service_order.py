@@ -16,7 +16,6 @@ back only for others of its tenant and priority, so no tenant's share changes.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 
 from kvbaton.engine.request import Sequence
 
@@ -26,6 +25,10 @@ SERVED = -1
 
 MAX_TENANTS = 4096
 """Number of tenants beyond which past service is forgotten, so that all are equal again."""
+
+
+ITS_TURN, IN_TIME, LATE = -1, 0, 1
+"""The second part of a rank."""
 
 
 class FairShares:
@@ -69,16 +72,17 @@ PACES = (0.25, 8.0)
 
 
 class LateRequests:
-    """Ranks requests of a queue last that would be late, or make more others late.
+    """Ranks prompts last that would be late, or make more others late.
 
-    The prefill time that requests state is corrected by how long others took here, beside decoding:
-    if it were too short, all prompts would start in time and end late. A first token comes at the
-    end of its step, which other sequences may prolong, so the longest recent step is added.
+    Prompts that are being computed are ranked, too: what is left of a long one that is late anyway
+    waits for those that can be in time. The prefill time that requests state is corrected by how
+    long others took here, beside decoding: if it were too short, all prompts would start in time
+    and end late. A first token comes at the end of its step, which other sequences may prolong, so
+    the longest recent step is added.
     """
 
     def __init__(self) -> None:
         self._owed_s = 0.0
-        self._turn: Sequence | None = None
         self._planned: tuple[float, float] | None = None
         self._begun_s = 0.0
         self._took_s = self._expected_s = 1.0
@@ -96,68 +100,78 @@ class LateRequests:
         low, high = PACES
         return min(max(self._took_s / max(self._expected_s, 1e-6), low), high)
 
-    def rank(self, waiting: list[Sequence], running: Iterable[Sequence], now: float) -> None:
-        """Sort a queue.
+    def rank(self, waiting: list[Sequence], running: list[Sequence], now: float) -> None:
+        """Sort a queue and the running sequences, both in order of rank.
 
         Args:
-            waiting: The queue, in order of rank.
-            running: Running sequences, whose prompts are computed first.
+            waiting: The queue.
+            running: Running sequences; those that decode are not ranked.
             now: Time on the scheduler's clock.
         """
-        timed = list[Sequence]()
-        if len(waiting) > 1:  # a single request makes no other late
-            timed = [s for s in waiting if s.request.due is not None and not s.num_generated]
-        if len(timed) < 2:
+        queued, left = list[Sequence](), dict[Sequence, float]()
+        if waiting:
+            queued = [sequence for sequence in waiting if _may_be_late(sequence)]
+        if queued:
+            left = {sequence: left_s for sequence in running if (left_s := _left_s(sequence))}
+        timed = queued + [sequence for sequence in left if _may_be_late(sequence)]
+        late = dict.fromkeys(running, IN_TIME)
+        late |= dict.fromkeys(timed, IN_TIME)
+        late |= {sequence: ITS_TURN for sequence in left if sequence.rank[1] == ITS_TURN}
+        if len(timed) < 2:  # a single prompt makes no other late
             self._planned = None
-            _set_late(waiting, dict.fromkeys(timed, False))
-            return
-        left_s = sum(map(_left_s, running))
-        pace = self._pace(now, left_s)
-        end = now + pace * left_s
+        else:
+            pace = self._pace(now, sum(left.values()))
+            late |= self._late(timed, left, pace, now)
+        for queue in (waiting, running):
+            changed = [s for s in queue if s.rank[1] != late.get(s, s.rank[1])]
+            for sequence in changed:
+                sequence.rank = sequence.rank[0], late[sequence], *sequence.rank[2:]
+            if changed:
+                queue.sort(key=lambda sequence: sequence.rank)
+
+    def _late(
+        self, timed: list[Sequence], left: dict[Sequence, float], pace: float, now: float
+    ) -> dict[Sequence, int]:
+        """Second part of the rank of prompts with objectives, some of which are computed now."""
+        end = now + pace * (sum(left.values()) - sum(left.get(s, 0.0) for s in timed))
         timed.sort(key=lambda sequence: (sequence.rank[0], *sequence.rank[2:]))
-        late = dict.fromkeys(timed, False)
+        late = dict.fromkeys(timed, IN_TIME)
         longest: dict[tuple[int, str], list[tuple[float, int, Sequence]]] = {}
         for number, sequence in enumerate(timed):
             spec, due = sequence.request.spec, sequence.request.due
             assert due is not None, "the others are left out"
             rivals = longest.setdefault((spec.priority, spec.tenant), [])
-            work_s = pace * spec.prefill_s
+            work_s = pace * left.get(sequence, spec.prefill_s)
             heapq.heappush(rivals, (-work_s, -number, sequence))
             end += work_s
             if end + self._step_s > due:
                 less, _, steps_back = heapq.heappop(rivals)
                 end += less
-                late[steps_back] = True
+                late[steps_back] = LATE
         # Those of a priority of which none is in time are put back for nobody: requests without an
         # objective must not pass them.
-        in_time = {sequence.rank[0] for sequence in timed if not late[sequence]}
-        late = {s: is_late and s.rank[0] in in_time for s, is_late in late.items()}
-        first = next((sequence for sequence in timed if late[sequence]), None)
-        self._turn = None
+        in_time = {sequence.rank[0] for sequence in timed if late[sequence] == IN_TIME}
+        late = {s: one if s.rank[0] in in_time else IN_TIME for s, one in late.items()}
+        first = next((sequence for sequence in timed if late[sequence] == LATE), None)
         if first is None:
             self._owed_s = 0.0
-        elif self._owed_s >= first.request.spec.prefill_s:
-            self._turn, late[first] = first, False
-        _set_late(waiting, late)
+        elif self._owed_s >= (work_s := left.get(first, first.request.spec.prefill_s)):
+            self._owed_s -= work_s
+            late[first] = ITS_TURN
+        return late
 
     def leaves(self, sequence: Sequence) -> None:
-        """Note that a queued sequence runs now; from here on it is ranked as any other."""
+        """Note that a queued sequence runs from now on."""
         work_s = sequence.request.spec.prefill_s
         self._begun_s += work_s
-        if sequence.rank[1] or sequence is self._turn:
-            self._owed_s = max(0.0, self._owed_s - work_s)
-            sequence.rank = sequence.rank[0], False, *sequence.rank[2:]
-        elif sequence.request.due is not None and not sequence.num_generated:
+        if sequence.rank[1] == IN_TIME and _may_be_late(sequence):
             self._owed_s += LATE_SHARE * work_s
 
 
-def _set_late(waiting: list[Sequence], late: dict[Sequence, bool]) -> None:
-    """Set which sequences of a queue go last, and sort it if that changes any."""
-    changed = [(s, is_late) for s, is_late in late.items() if s.rank[1] != is_late]
-    for sequence, is_late in changed:
-        sequence.rank = sequence.rank[0], is_late, *sequence.rank[2:]
-    if changed:
-        waiting.sort(key=lambda sequence: sequence.rank)
+def _may_be_late(sequence: Sequence) -> bool:
+    """Whether a prompt has an objective, and is not on its turn after it was late."""
+    timed = sequence.request.due is not None and not sequence.num_generated
+    return timed and sequence.rank[1] != ITS_TURN
 
 
 def _left_s(sequence: Sequence) -> float:

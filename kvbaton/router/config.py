@@ -59,19 +59,13 @@ class Objectives:
 
     Attributes:
         ttft_slo: TTFT objective in milliseconds; None for no objective.
-        itl_slo: ITL objective in milliseconds, for a request's mean; None for no objective.
-        itl_percentile: Percentile of a request's ITLs that `itl_slo` is for, instead of their mean.
-        max_itl: Maximum ITL in milliseconds beside prompts: nodes compute prompts in chunks that
-            are short enough for it, except for prompts that would be late. None takes `itl_slo`.
+        itl_slo: ITL objective in milliseconds; None for no objective.
+        max_itl: Maximum ITL in milliseconds beside prompts, at most `itl_slo`: nodes compute
+            prompts in chunks that are short enough for it. None takes `itl_slo`.
     """
 
     ttft_slo: float | None = flag(None, "TTFT objective: time until the first token", metavar="MS")
-    itl_slo: float | None = flag(None, "ITL objective: mean time between tokens", metavar="MS")
-    itl_percentile: float | None = flag(
-        None,
-        "percentile of a request's times between tokens that --itl-slo is for (default: the mean)",
-        metavar="P",
-    )
+    itl_slo: float | None = flag(None, "ITL objective: time between tokens", metavar="MS")
     max_itl: float | None = flag(
         None,
         "compute prompts in chunks so short that decode steps take no longer (--itl-slo)",
@@ -82,13 +76,11 @@ class Objectives:
         check_positive("--ttft-slo", self.ttft_slo)
         check_positive("--itl-slo", self.itl_slo)
         check_positive("--max-itl", self.max_itl)
-        percentile = self.itl_percentile
-        if percentile is not None and not 0 < percentile < 100:
-            raise ConfigError("--itl-percentile", f"{percentile:g} is not between 0 and 100")
-        if percentile is not None and self.itl_slo is None:
-            raise ConfigError("--itl-percentile", "without --itl-slo it is of no objective")
         if self.max_itl is None:
             object.__setattr__(self, "max_itl", self.itl_slo)
+        elif self.itl_slo is not None and self.max_itl > self.itl_slo:
+            problem = f"{self.max_itl:g} ms would break --itl-slo, {self.itl_slo:g} ms"
+            raise ConfigError("--max-itl", problem)
 
 
 @dataclass(frozen=True, kw_only=True)

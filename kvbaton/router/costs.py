@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,15 +17,12 @@ from msgspec.structs import replace
 from kvbaton.engine.chunk_limit import IN_TIME, chunk_tokens
 from kvbaton.engine.config import MIXED_TOKENS
 from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
-from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
+from kvbaton.router.loads import NodeLoad, NodeLoads
 from kvbaton.router.overheads import Handovers, Overhead
 from kvbaton.router.predictions import Decode, Prediction, Prefill
 from kvbaton.router.prompt_queue import PromptQueue
-from kvbaton.router.role_plan import RolePlan
 from kvbaton.router.wires import UNKNOWN, Wires, means
 
-RECENT_LENGTHS = 128
-"""Number of recent sequences whose lengths give `CostModel.short_output`."""
 SHARE_S = (1.0, 4.0)
 """Minimum and maximum time constant, in seconds, of means over a node's recent work (shares of its
 time, requests per second). It is the time that `SHARE_SEQUENCES` sequences take, within these
@@ -34,8 +30,6 @@ bounds, but no longer than requests have been coming."""
 SHARE_SEQUENCES = 8.0
 MAX_SHARE = 0.95
 DEFAULT_STEP_TOKENS = 2048
-MIN_FULL_S = 1e-6
-"""Minimum seconds that a full prompt chunk adds to a step, also at nodes that report none."""
 GUESSED_WIRE = 0.25
 """Wire time of a token as a share of its prefill time, while no wire has been measured. With a free
 wire, prompts would go to nodes that do not have them cached, and be handed over for nothing."""
@@ -100,20 +94,16 @@ class CostModel:
         max_itl_s: Longest time between tokens that a prompt chunk may cause.
         output_tokens: Mean number of tokens that requests generate, of late.
         relayed: Number of tokens relayed to clients; whoever relays them counts them here.
-        short_output: First quartile of the lengths of recent sequences.
         wires: Wires between nodes.
-        roles: Decides which nodes only decode; None without an ITL objective.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.ttft_slo_s = self.max_itl_s = math.inf
         self.output_tokens = FIRST_OUTPUT
-        self.short_output = FIRST_OUTPUT * math.log(4 / 3)  # first quartile of exponential lengths
         self.wires = Wires(clock)
         self._generated, self._ended = PRIOR_SEQUENCES * FIRST_OUTPUT, PRIOR_SEQUENCES
         self._ended_tokens = self._generated
         self.relayed = self._counted = self._live_tokens = self._live = 0
-        self._lengths = deque[int](maxlen=RECENT_LENGTHS)
         self._handovers: dict[tuple[str, str], Handovers] = {}
         self._clock = clock
         self._overhead = Overhead()
@@ -123,17 +113,11 @@ class CostModel:
         self._mean_s, self._share_s = SHARE_S
         self._given_since = math.inf
         self._elsewhere: dict[str, tuple[float, int]] = {}
-        self._prefilled: RecentMeans = {}  # seconds of prefill, full chunks, prompts
+        self._prefilled: RecentMeans = {}  # seconds of prefill, prompts
         self._targeted: RecentMeans = {}  # sequences, and seconds until their first tokens
         self._handover_shares: RecentMeans = {}  # seconds that hand-overs added to steps
         self._queues: dict[str, PromptQueue] = {}
         self._queued_at: dict[str, str] = {}
-        self.roles: RolePlan | None = None
-
-    @property
-    def chunks_fit(self) -> bool:
-        """Prompts come in chunks by which no sequence misses its objective; see `RolePlan.fits`."""
-        return self.roles is not None and self.roles.fits
 
     # --- speeds ---
 
@@ -241,36 +225,44 @@ class CostModel:
                 saved_s = saved
                 if saved >= 0:
                     holder, fetch_s, own, new = other, wire_s, rest, end - fetched
-        queued_tokens, queued = load.prompt_tokens, 0.0
-        told_at, elsewhere = self._elsewhere[node.node_id]
-        if elsewhere:  # other routers' prompts, as of the last heartbeat, less the time since
-            queued = max(0.0, speed.prefill_s(elsewhere, 0) - (self._clock() - told_at))
-            queued_tokens += elsewhere
         decoding = load.sequences - load.pending
         each = speed.step_s + (speed.decode_s(decoding, load.tokens) if decoding else 0.0)
-        queue = self._queues.get(node.node_id)
-        deferred_s = queue.deferred_s if queue is not None else 0.0
-        left_s = self._left_s(load, since, deferred_s) if load.prefill_us else 0.0
-        wait = ahead * (left_s + queued)
-        wait += each / 2 if decoding else 0.0
         budget = speed.chunk_tokens(each) if decoding else speed.step_tokens
+        queue, deferred_s, longest_s = self._queues.get(node.node_id), 0.0, 0.0
+        if queue is not None:
+            deferred_s, longest_s = queue.deferred_s, queue.longest_s
+        queued_tokens, queued = float(load.prompt_tokens), 0.0
+        if load.prefill_us:
+            in_order = max(0.0, 1 - deferred_s * 1e6 / load.prefill_us)
+            queued_tokens *= in_order
+            # Some of the time since the first prompt began was for steps, which are added below.
+            done_s = self._clock() - since if since is not None else 0.0
+            queued = in_order * load.prefill_us / 1e6 - done_s
+            queued = max(queued, -queued_tokens / budget * each)
+        told_at, elsewhere = self._elsewhere[node.node_id]
+        if elsewhere:  # other routers' prompts, as of the last heartbeat, less the time since
+            queued += max(0.0, speed.prefill_s(elsewhere, 0) - (self._clock() - told_at))
+            queued_tokens += elsewhere
+        wait = ahead * queued
+        wait += each / 2 if decoding else 0.0
         alone_s, all_tokens = wait + fetch_s + own, ahead * queued_tokens + new
         model = alone_s + math.ceil(all_tokens / budget) * each
-        if model > IN_TIME * self.ttft_slo_s:
+        if self.max_itl_s == math.inf and model > IN_TIME * self.ttft_slo_s:
             budget = speed.step_tokens
             model = alone_s + math.ceil(all_tokens / budget) * each
         ttft = risk = self._overhead.predict(node.node_id, model)
         late = ttft > self.ttft_slo_s
         if late and queue is not None:
-            late = own >= queue.longest_s
-            more = deferred_s if late else -min(wait, queue.longest_s)
+            late = own >= longest_s
+            more = deferred_s if late else -min(wait, longest_s)
             wait, model = wait + more, model + more
             ttft = self._overhead.predict(node.node_id, model)
         work = own + (0.0 if decoding else math.ceil(new / budget) * each)
         last = new - (new - 1) // budget * budget
-        how = holder, 0 if holder is None else end - new, saved_s, risk, late
+        share = own / longest_s if own < longest_s else 1.0
+        how = holder, 0 if holder is None else end - new, saved_s, risk, late, share
         beside = decoding * load.hopeful if load.late else decoding
-        return Prefill(ttft, model, wait, work, beside, new, last, fetch_s, *how)
+        return Prefill(ttft, model, max(0.0, wait), work, beside, new, last, fetch_s, *how)
 
     def wait_s(self, node: NodeInfo, load: NodeLoad, since: float | None) -> float:
         """Lower bound for `ttft_s` of `prefill`, computed faster."""
@@ -279,10 +271,10 @@ class CostModel:
             left = max(0.0, left - queue.deferred_s - queue.longest_s)
         return self._overhead.predict(node.node_id, left)
 
-    def _left_s(self, load: NodeLoad, since: float | None, deferred_s: float = 0.0) -> float:
-        """Seconds until our prompts at a node are computed, without deferred ones."""
+    def _left_s(self, load: NodeLoad, since: float | None) -> float:
+        """Seconds until our prompts at a node are computed."""
         done_s = self._clock() - since if since is not None else 0.0
-        return max(0.0, load.prefill_us / 1e6 - deferred_s - done_s)
+        return max(0.0, load.prefill_us / 1e6 - done_s)
 
     def decode(
         self,
@@ -326,21 +318,16 @@ class CostModel:
         if node.num_blocks:  # sequences whose prompts are on their way hold all their blocks, too
             room = room and node.num_blocks * node.block_size >= load.tokens + num_tokens
         step_s = slowdown * (speed.step_s + after)
-        chunk = speed.chunk_tokens(step_s)
-        full_s = speed.full_s if chunk == speed.step_tokens else speed.prefill_s(chunk, 0)
-        full_s = max(full_s, MIN_FULL_S)
-        _, in_all, per_s, _ = self._prefilled.get(node.node_id, (0.0, 0.0, 1.0, 0.0))
+        chunk_s = speed.prefill_s(speed.chunk_tokens(step_s), 0)  # no step has more of a prompt
         queued_s = load.prefill_us / 1e6
         backlog_s = max(0.0, self._left_s(load, since) - after_s) if queued_s else 0.0
         return Decode(
-            itl_s=max(step_s / (1 - share), step_s + backlog_s / output_tokens),
+            itl_s=min(
+                step_s + chunk_s, max(step_s / (1 - share), step_s + backlog_s / output_tokens)
+            ),
             step_s=step_s,
-            others_s=slowdown * (speed.step_s + before) / (1 - share),
+            others_s=slowdown * (speed.step_s + before),
             queued_s=queued_s,
-            backlog_s=backlog_s,
-            prefill_share=share,
-            full_s=full_s,
-            prompt_s=min(full_s, in_all / per_s) if share else full_s,
             slower_s=after - before,
             sequences=sequences * load.hopeful if load.late else sequences,
             room=room,
@@ -352,7 +339,7 @@ class CostModel:
 
     def prompts_per_s(self, node: NodeInfo) -> float:
         """Prompts per second that a node was recently given to compute."""
-        return self._recent(self._prefilled, node, 3)
+        return self._recent(self._prefilled, node, 2)
 
     def handover_share(self, node: NodeInfo) -> float:
         """Share of a node's recent time by which hand-overs to or from it made steps longer."""
@@ -369,8 +356,6 @@ class CostModel:
 
     def targets_per_s(self, node: NodeInfo) -> float:
         """Sequences per second that a node was recently given to decode."""
-        if self.roles is not None and node.node_id in self.roles.generating:
-            return self.roles.per_s
         return self._recent(self._targeted, node, 1)
 
     def _recent(self, work: RecentMeans, node: NodeInfo, place: int) -> float:
@@ -392,15 +377,7 @@ class CostModel:
         """Record that a prompt was given to a node, and its decoding to that or another one."""
         now, work_s = self._clock(), predicted.work_s
         self._given_since = min(self._given_since, now)
-        if self.roles is not None:
-            self.roles.given(now, work_s)
-        _, speed = self._speeds.get(prefills.node_id, (None, None))
-        count, queue = 1.0, self._queues.get(prefills.node_id)
-        if speed is not None and speed.full_s:
-            count = work_s / speed.full_s
-            if queue is None or not queue.longest_s:  # else it shares a step with queued prompts
-                count = math.ceil(count)
-        self._add(self._prefilled, prefills, work_s, count, 1.0)
+        self._add(self._prefilled, prefills, work_s, 1.0)
         if not predicted.late:
             self._add(self._targeted, target, 1.0, predicted.ttft_s)
 
@@ -467,22 +444,6 @@ class CostModel:
         left = self._left_s(load, since)
         return min(left, speed.step_s + speed.full_s)
 
-    def plan_roles(self, loads: Mapping[str, NodeLoad], num_tokens: int) -> None:
-        """Update which nodes only decode, if due, before a prompt of `num_tokens` comes."""
-        roles, now = self.roles, self._clock()
-        if roles is None or not roles.is_due(now, num_tokens):
-            return
-        nodes = [node for node in self._learned or () if node.role == "any"]
-        there = {node.node_id: loads.get(node.node_id, IDLE) for node in nodes}
-        if not there:
-            return
-        _, speed = self._speeds[max(there, key=lambda i: there[i].sequences - there[i].pending)]
-        assert speed is not None, "ask only what `learn` has found measured"
-        tokens = roles.prompt_tokens + (self._live_tokens / self._live if self._live else 0.0)
-        how = speed.step_s, speed.decode_s(1, tokens), speed.full_s, self.output_tokens
-        for node_id in roles.plan(now, there, *how, self._live):
-            self._prefilled.pop(node_id, None)  # prompts to come are given to other nodes
-
     # --- what comes of them ---
 
     def computed(self, request_id: str) -> bool:
@@ -520,8 +481,6 @@ class CostModel:
         self._ended_tokens = kept * (self._ended_tokens + tokens)
         self._ended = kept * (self._ended + sequences)
         self._count_tokens()
-        self._lengths.append(tokens // sequences)
-        self.short_output = float(sorted(self._lengths)[len(self._lengths) // 4])
 
     def _count_tokens(self) -> None:
         """Update the mean length: tokens generated by all sequences over the number ended.

@@ -17,21 +17,11 @@ from typing import Any, ClassVar
 from msgspec.structs import replace
 from typing_extensions import override
 
-from kvbaton.engine.chunk_limit import AIM, IN_TIME
 from kvbaton.errors import ConfigError, import_failure
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.costs import CostModel
-from kvbaton.router.objectives import (
-    MISSED_S,
-    ItlObjective,
-    MeanItl,
-    PercentileItl,
-    exceed_probability,
-    miss_cost,
-)
 from kvbaton.router.predictions import Decode, Prefill
-from kvbaton.router.role_plan import RolePlan
 from kvbaton.router.route import Options, Pair, Route
 
 GROUP = "kvbaton.policies"
@@ -41,6 +31,11 @@ SATURATED_SEQUENCES = 16
 """`Sticky` leaves a node that has this many more sequences than the least loaded one."""
 NO_ROOM_S = 5.0
 """Cost in seconds of a node that has no room for a request."""
+MISSED_S = 30.0
+"""Cost of a request that misses an objective, in seconds."""
+CERTAINTY = 8.0
+"""Exponent of the miss probability: a prediction of half the objective misses it about once in 2 to
+this power."""
 
 Rank = tuple[Any, ...]
 """Numbers, then node ids; the lowest rank is chosen."""
@@ -237,28 +232,21 @@ class LeastCost(Policy):
 
     A request waits for its first token and for as many more as recent requests generated. With
     objectives (``--ttft-slo``, ``--itl-slo``) a predicted miss costs seconds in proportion to its
-    probability. So a request that is late anyway goes where it makes no other request late. Until
-    nodes have measured their steps, it chooses as `PrefixAware` and keeps prompts from nodes that
-    decode.
+    probability. So a request that is late anyway goes where it makes no other request late. With an
+    ITL objective, nodes compute prompts in chunks that keep it (`engine.chunk_limit`), so no prompt
+    makes a sequence miss it: only too many sequences at a node do. Until nodes have measured their
+    steps, it chooses as `PrefixAware` and keeps prompts from nodes that decode.
     """
 
     def __init__(self, settings: RoutingPolicy, costs: CostModel) -> None:
         super().__init__(settings, costs)
         self._unmeasured = _KeptApart(settings, costs)
-        self._itl: ItlObjective | None = None
-        if slo_s := _seconds(settings.itl_slo):
-            self._itl = MeanItl(slo_s, costs)
-            if settings.itl_percentile is not None:
-                self._itl = PercentileItl(slo_s, settings.itl_percentile, costs)
-            chunks = AIM * costs.max_itl_s, IN_TIME * costs.ttft_slo_s
-            costs.roles = RolePlan(slo_s, self._itl.forgiven, *chunks)
 
     @override
     def choose(self, options: Options) -> Route:
         if not options.measured:
             return self._unmeasured.choose(options)
-        self.costs.plan_roles(options.loads, options.num_tokens)
-        prices = _Prices(options, self.costs, self.settings, self._itl)
+        prices = _Prices(options, self.costs, self.settings)
         least_pair, pair = prices.cheapest_pair()
         least_single, single = prices.cheapest_single()
         short = options.num_tokens < self.settings.min_handover_tokens
@@ -282,22 +270,14 @@ class _Prices:
     Args:
         options: Options of the request.
         costs: Costs of nodes.
-        settings: Settings, with the TTFT objective.
-        itl: ITL objective; None if there is none.
+        settings: Settings, with the objectives.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        costs: CostModel,
-        settings: RoutingPolicy,
-        itl: ItlObjective | None,
-    ) -> None:
+    def __init__(self, options: Options, costs: CostModel, settings: RoutingPolicy) -> None:
         self._options = options
         self._costs = costs
-        self._ttft_slo, self._itl = _seconds(settings.ttft_slo), itl
+        self._ttft_slo, self._itl_slo = _seconds(settings.ttft_slo), _seconds(settings.itl_slo)
         self._output_tokens = options.output_tokens
-        self._generating = costs.roles.generating if costs.roles is not None else frozenset[str]()
         self._prefills: dict[str, tuple[Prefill, float]] = {}
         self._decodes: dict[str, tuple[Decode, float, float, float]] = {}
         self._targets: dict[str, tuple[float, float, float]] = {}
@@ -316,11 +296,11 @@ class _Prices:
         ]
         targets.sort(key=_bound_and_place)
         least = targets[0][0] if targets else 0.0
-        if self._itl is not None:  # a request that is late anyway misses nothing more
+        if self._itl_slo is not None:  # a request that is late anyway misses nothing more
             least = min((bound - missed for bound, _, missed, _, _ in targets), default=0.0)
-        # While chunks fit, hand-overs between nodes of role any would only even out queues, and
-        # sequences would gather at one node, until its chunks are too small.
-        alone = costs.chunks_fit and options.singles
+        # Where chunks keep the ITL objective, hand-overs between nodes of role any would only even
+        # out queues, and sequences would gather at one node, until its chunks are too small.
+        alone = self._itl_slo is not None and options.singles
         # Least wait first, then most of the prompt cached: most other sources are left out.
         sources = [
             (options.wait_s(costs, node), options.new(node), place, node, able)
@@ -421,17 +401,15 @@ class _Prices:
         """Prediction for a node that computes the prompt, and its cost to this and later requests.
 
         The prompt delays the next request by its own work; without a TTFT objective, all requests
-        that come while it waits. On a node that is to only decode, a prompt costs its future
-        sequences as much as a missed objective.
+        that come while it waits.
         """
         found = self._prefills.get(node.node_id)
         if found is None:
             expected = self._options.prefill(self._costs, node)
-            cost = expected.ttft_s + expected.work_s + miss_cost(expected.risk_s, self._ttft_slo)
+            missed = expected.late_share * miss_cost(expected.risk_s, self._ttft_slo)
+            cost = expected.ttft_s + expected.work_s + missed
             if self._ttft_slo is None:
                 cost += expected.work_s * expected.wait_s * self._costs.prompts_per_s(node)
-            if node.node_id in self._generating:
-                cost += MISSED_S
             found = self._prefills[node.node_id] = expected, cost
         return found
 
@@ -445,7 +423,7 @@ class _Prices:
         found = self._decodes.get(node.node_id)
         if found is None:
             decode = self._options.decode(self._costs, node, math.inf)
-            present = self._itl.present_cost(decode) if self._itl is not None else 0.0
+            present = miss_cost(decode.others_s, self._itl_slo)
             found = self._decodes[node.node_id] = decode, *self._own_cost(node, decode), present
         return found
 
@@ -467,19 +445,12 @@ class _Prices:
         """Cost to a request of decoding on a node: seconds, and misses.
 
         Misses do not count if the first token is late: the request has missed its objectives then.
-        Nodes of role ``any`` that decode nothing are expected to get the next prompts, however few
-        they got of late, unless some nodes are to only decode.
         """
-        cost, itl, options = self._output_tokens * decode.itl_s, self._itl, self._options
-        missed = itl.new_cost(decode) if itl is not None else 0.0
-        free = node.role == "any" and options.loads and not options.load(node).sequences
-        if itl is not None and free and not self._generating:
-            missed += itl.certain_prompt_cost(decode)
+        cost, missed = self._output_tokens * decode.itl_s, miss_cost(decode.step_s, self._itl_slo)
         if decode.room:
             return cost, missed
-        if itl is not None:
-            missed = max(missed, itl.wait_cost(NO_ROOM_S, self._output_tokens))
-        return cost + NO_ROOM_S, missed
+        stalled = miss_cost(NO_ROOM_S / self._output_tokens, self._itl_slo)
+        return cost + NO_ROOM_S, max(missed, stalled)
 
     def _held_room_cost(self, target: NodeInfo, seconds: float) -> float:
         """Cost to others of the room that a late prompt holds at a target for `seconds`.
@@ -489,20 +460,17 @@ class _Prices:
         load = self._options.load(target)
         none_left = exceed_probability(load.taken(target, self._options.num_tokens), 1.0)
         none_left -= exceed_probability(load.taken(target), 1.0)
-        each, itl = NO_ROOM_S, self._itl
-        if itl is not None:
-            each += itl.wait_cost(NO_ROOM_S, self._costs.output_tokens)
+        each = NO_ROOM_S + miss_cost(NO_ROOM_S / self._costs.output_tokens, self._itl_slo)
         return seconds * self._costs.targets_per_s(target) * none_left * each
 
     def _handover_cost(self, node: NodeInfo) -> float:
         """Cost to the sequences of a node of the prompt's KV that leaves it or comes to it."""
         found = self._handover_costs.get(node.node_id)
         if found is None:
-            decode, found = self._decode(node)[0], 0.0
+            (decode, _, _, present), found = self._decode(node), 0.0
             if decode.sequences:
                 each = slower_s = self._costs.handover_slowdown_s(node, self._options.num_tokens)
-                if self._itl is not None:
-                    each += self._itl.arriving_cost(decode, 0.0, slower_s)
+                each += miss_cost(decode.others_s + slower_s, self._itl_slo) - present
                 found = decode.sequences * each
             self._handover_costs[node.node_id] = found
         return found
@@ -510,30 +478,34 @@ class _Prices:
     def _delay_cost(
         self, node: NodeInfo, sequences: float, slower_s: float, work_s: float
     ) -> float:
-        """Cost to a node's sequences of longer steps and of waiting for one more prompt.
+        """Cost to a node's sequences of longer steps and, without an ITL objective, of a prompt.
 
-        They wait for it on top of the prompts already queued: prompts that each alone make no
-        sequence miss an objective may do so together. Sequences that arrive while it is computed
-        wait, too, for half of it on average; if sequences are short, most of those that wait arrive
-        so. Without an ITL objective these count with all of its work: beside decoding, prefill
-        takes about twice as long. While chunks fit, no sequence waits for it.
+        Sequences that arrive while it is computed wait, too, for half of it on average; if
+        sequences are short, most of those that wait arrive so. These count with all of its work:
+        beside decoding, prefill takes about twice as long.
         """
-        if self._costs.chunks_fit:
-            work_s = 0.0
-        arriving = work_s * self._costs.targets_per_s(node) if work_s else 0.0
-        if not sequences and not arriving:
-            return 0.0
         decode, _, _, present = self._decode(node)
-        each, itl = self._costs.output_tokens * slower_s + work_s, self._itl
-        if itl is None:
-            return (sequences + arriving) * each
-        cost = sequences * (each + itl.present_cost(decode, slower_s, work_s) - present)
-        if arriving:
-            cost += arriving * itl.arriving_cost(decode, slower_s, work_s / 2)
-        return cost
+        each = self._costs.output_tokens * slower_s
+        if self._itl_slo is not None:
+            each += miss_cost(decode.others_s + slower_s, self._itl_slo) - present
+            return sequences * each
+        arriving = work_s * self._costs.targets_per_s(node) if work_s else 0.0
+        return (sequences + arriving) * (each + work_s)
 
 
 _bound_and_place = itemgetter(0, 3)
+
+
+def miss_cost(seconds: float, objective_s: float | None) -> float:
+    """Cost of something predicted to take `seconds`: probability of a miss times `MISSED_S`."""
+    return 0.0 if objective_s is None else MISSED_S * exceed_probability(seconds, objective_s)
+
+
+def exceed_probability(seconds: float, objective_s: float) -> float:
+    """Probability that what is predicted to be `seconds` exceeds an objective."""
+    if seconds < 1e-6:
+        return 0.0
+    return 1.0 / (1.0 + math.pow(min(objective_s / seconds, 1e9), CERTAINTY))
 
 
 def _seconds(objective_ms: float | None) -> float | None:

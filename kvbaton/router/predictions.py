@@ -26,6 +26,8 @@ class Prefill(Struct, frozen=True):
         risk_s: `ttft_s` if no prompt were deferred. Beyond the TTFT objective, one prompt of the
             queue will be late: this one or a longer one.
         late: Whether it is this one.
+        late_share: `work_s` as a share of the work of the one that would be late. The rest is time
+            for further prompts.
     """
 
     ttft_s: float
@@ -41,6 +43,7 @@ class Prefill(Struct, frozen=True):
     saved_s: float | None = None
     risk_s: float = 0.0
     late: bool = False
+    late_share: float = 1.0
 
 
 class Decode(Struct, frozen=True):
@@ -49,12 +52,8 @@ class Decode(Struct, frozen=True):
     Attributes:
         itl_s: Mean seconds between two of its tokens, stalls by prefill included.
         step_s: Seconds of a step without prefill.
-        others_s: Mean seconds between two tokens of the sequences there, without the new one.
+        others_s: The same without the new sequence.
         queued_s: Seconds of prefill that is queued there now.
-        backlog_s: Part of `queued_s` that is left when the new sequence starts to decode.
-        prefill_share: Share of the node's recent time that prefill took.
-        full_s: Seconds that a prompt chunk of the whole token budget adds to a step.
-        prompt_s: Mean seconds that recent prefill added to a step that had some.
         slower_s: Seconds that one more sequence adds to each step.
         sequences: Sequences there that decode at a time, less those whose first token was late.
         room: Whether the node has KV blocks for the sequence.
@@ -64,10 +63,6 @@ class Decode(Struct, frozen=True):
     step_s: float
     others_s: float
     queued_s: float
-    backlog_s: float
-    prefill_share: float
-    full_s: float
-    prompt_s: float
     slower_s: float
     sequences: float
     room: bool

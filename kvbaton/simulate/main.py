@@ -40,6 +40,7 @@ class SimulateConfig(Objectives):
         seconds: Seconds of arrivals.
         begin: Seconds of a recorded trace to leave out.
         nodes: Layout for policies that name none.
+        itl_percentile: Percentile of a request's ITLs that `itl_slo` judges; None for the mean.
         policies: Policies to compare, each with an optional layout: ``cost@4A``.
         engine: Measurements, see `simulate.engine_model`.
         min_handover_tokens: As for a router.
@@ -67,6 +68,11 @@ class SimulateConfig(Objectives):
         metavar="NAME[@NODES]",
     )
     engine: Path = flag(H200_8B, "measured steps and hand-overs (an H200's)", metavar="FILE")
+    itl_percentile: float | None = flag(
+        None,
+        "percentile of a request's times between tokens that --itl-slo judges (default: the mean)",
+        metavar="P",
+    )
     min_handover_tokens: Count = flag(0, "serve shorter prompts on one node", metavar="N")
     goodput: float | None = flag(
         None,
@@ -83,6 +89,11 @@ class SimulateConfig(Objectives):
             if value is not None and not 0 < value < math.inf:
                 wrong = "finite" if value == math.inf else "positive"
                 raise ConfigError(name, f"{value} is not {wrong}")
+        percentile = self.itl_percentile
+        if percentile is not None and not 0 < percentile < 100:
+            raise ConfigError("--itl-percentile", f"{percentile:g} is not between 0 and 100")
+        if percentile is not None and self.itl_slo is None:
+            raise ConfigError("--itl-percentile", "without --itl-slo it is of no objective")
         if self.begin < 0:
             raise ConfigError("--begin", f"{self.begin} is negative")
         if self.goodput is not None and not 0 < self.goodput <= 1:

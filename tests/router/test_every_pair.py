@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from kvbaton.messages.nodes import WIRE_COSTS, NodeInfo
 from kvbaton.router.choose import Wanted, choose, holders_of
@@ -22,8 +21,9 @@ from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.costs import BESIDE_HANDOVER, GUESSED_WIRE, CostModel
 from kvbaton.router.loads import NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, ReadyNodes
-from kvbaton.router.objectives import CERTAINTY, MISJUDGED, MISSED_S, MeanItl, PercentileItl
 from kvbaton.router.policies import (
+    CERTAINTY,
+    MISSED_S,
     NO_ROOM_S,
     SATURATED_SEQUENCES,
     LeastCost,
@@ -144,17 +144,14 @@ def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) 
     nodes = [one.info for one in members if one.info.node_id not in avoid]
     loads = work(chance, members)
     cached = {name: chance.choice([16, 512, 1024]) for name in names if chance.random() < 0.5}
-    itl_slo = chance.choice([None, 7.0, 20.0])
     asked = RoutingPolicy(
         policy=name,
         min_handover_tokens=chance.choice([0, 0, 0, 600, 1001]),
         ttft_slo=chance.choice([None, 50.0, 500.0]),
-        itl_slo=itl_slo,
-        itl_percentile=chance.choice([None, 95.0, 99.0]) if itl_slo is not None else None,
+        itl_slo=chance.choice([None, 7.0, 20.0]),
         min_fetch_tokens=chance.choice([0, 256]),
     )
     costs, ready = CostModel(lambda: NOW), ReadyNodes(members)
-    costs.short_output = costs.output_tokens  # all texts are alike
     pairs = every_pair(members, avoid)
     assert [pair for pair in ready.pairs if avoid.isdisjoint(map(_id, pair))] == pairs
     late_s = chance.choice([[], [0.0, EXACT, 4 * EXACT, 8 * EXACT]])
@@ -358,70 +355,19 @@ def by_cost(
         times = objective_ms / 1e3 / max(seconds, 1e-6)
         return MISSED_S / (1 + math.pow(times, CERTAINTY))
 
-    def likely(seconds: float) -> float:
-        return missed(seconds, asked.itl_slo) / MISSED_S
-
-    def exceeds(tokens: float, slow: float) -> float:
-        """More gaps than may be, if so many are expected."""
-        may = (1 - (asked.itl_percentile or 0.0) / 100) * tokens
-        if not slow:
-            return 0.0
-        known = math.erfc((may - slow) / math.sqrt(2 * slow)) / 2
-        return known + MISJUDGED * (min(1.0, slow / may) - known)
-
-    def meets(node: Decode, step_s: float, tokens: float, waits_s: float) -> float:
-        """What it costs that a percentile of a text's gaps may be too long."""
-        met = tokens * step_s / node.prompt_s * node.prefill_share / (1 - node.prefill_share)
-        always = likely(step_s)
-        slow = met * (likely(step_s + node.prompt_s) - always)
-        if waits_s:
-            steps = max(1.0, waits_s / node.full_s)
-            slow += steps * (likely(step_s + waits_s / steps) - always)
-        stalls = exceeds(tokens, slow)
-        return MISSED_S * (stalls + (1 - stalls) * always)
+    def misses_more(there: Decode, longer_s: float) -> float:
+        return missed(there.others_s + longer_s, asked.itl_slo) - missed(
+            there.others_s, asked.itl_slo
+        )
 
     def delay(there: Decode, slower_s: float, work_s: float) -> float:
-        others_s = there.others_s * (1 - there.prefill_share)
-        spared = replace(there, prefill_share=0.0, others_s=others_s)
-        likely_so = (MeanItl if asked.itl_percentile is None else PercentileItl).spared
-        more = (1 - likely_so) * misses_more(there, slower_s, work_s)
-        more += likely_so * misses_more(spared, slower_s, work_s)
-        return costs.output_tokens * slower_s + work_s + more
-
-    def misses_more(there: Decode, slower_s: float, work_s: float) -> float:
-        tokens, slo = costs.output_tokens, asked.itl_slo
-        if asked.itl_percentile is not None:
-            step_s = there.others_s * (1 - there.prefill_share)
-            now = meets(there, step_s, tokens, there.queued_s)
-            return meets(there, step_s + slower_s, tokens, there.queued_s + work_s) - now
-        anyway = there.others_s + there.queued_s / tokens
-        return missed(anyway + slower_s + work_s / tokens, slo) - missed(anyway, slo)
-
-    def one_comes(decode: Decode) -> float:
-        """What a full step of prompts makes a text miss on average."""
-        if asked.itl_slo is None:
-            return 0.0
-        if asked.itl_percentile is not None:
-            step_s, tokens = decode.others_s * (1 - decode.prefill_share), costs.output_tokens
-            with_one = meets(decode, step_s, tokens, decode.full_s)
-            return with_one - meets(decode, step_s, tokens, 0.0)
-        spare_s = costs.output_tokens * (asked.itl_slo / 1e3 - decode.step_s)
-        too_short = min(1.0, decode.full_s / spare_s) if spare_s > 0 else 1.0
-        return MISSED_S * too_short * (1 - decode.prefill_share)
+        """Who has an ITL objective waits for no prompt: chunks keep it."""
+        waits_s = work_s if asked.itl_slo is None else 0.0
+        return costs.output_tokens * slower_s + waits_s + misses_more(there, slower_s)
 
     def generate(node: NodeInfo, decode: Decode, work_s: float, is_late: bool) -> float:
-        slo, share = asked.itl_slo, decode.prefill_share
-        between = decode.step_s + decode.backlog_s / costs.short_output
-        if_short = share * missed(decode.step_s + decode.full_s, slo) + (1 - share) * missed(
-            between, slo
-        )
-        misses = (missed(decode.itl_s, slo) + if_short) / 2
-        late = missed(NO_ROOM_S / output_tokens, slo)
-        if asked.itl_percentile is not None:
-            misses = meets(decode, decode.step_s, costs.output_tokens, decode.backlog_s)
-            late = MISSED_S * exceeds(output_tokens, likely(NO_ROOM_S))
-        if node.role == "any" and options.loads and not options.load(node).sequences:
-            misses += one_comes(decode)
+        misses = missed(decode.step_s, asked.itl_slo)
+        late = missed(NO_ROOM_S / output_tokens, asked.itl_slo)
         cost = output_tokens * decode.itl_s
         if not decode.room:
             cost, misses = cost + NO_ROOM_S, max(misses, late)
@@ -433,18 +379,11 @@ def by_cost(
         """KV that leaves, or comes, makes a step longer for all who are there."""
         there = options.decode(costs, node, math.inf)
         longer = BESIDE_HANDOVER * costs.speed(node).prefill_token_s * TOKENS
-        each, slo = longer, asked.itl_slo
-        if asked.itl_percentile is not None:
-            step_s = there.others_s * (1 - there.prefill_share)
-            tokens = costs.output_tokens
-            each += meets(there, step_s, tokens, longer) - meets(there, step_s, tokens, 0.0)
-        else:
-            each += missed(there.others_s + longer / costs.output_tokens, slo)
-            each -= missed(there.others_s, slo)
-        return there.sequences * each
+        return there.sequences * (longer + misses_more(there, longer))
 
     def compute(node: NodeInfo, prefill: Prefill) -> float:
-        cost = prefill.ttft_s + prefill.work_s + missed(prefill.risk_s, asked.ttft_slo)
+        cost = prefill.ttft_s + prefill.work_s
+        cost += prefill.late_share * missed(prefill.risk_s, asked.ttft_slo)
         if asked.ttft_slo is None:
             cost += prefill.work_s * prefill.wait_s * costs.prompts_per_s(node)
         return cost
@@ -460,10 +399,7 @@ def by_cost(
         if prefill.late:
             load, each = options.load(target), NO_ROOM_S
             taken = missed(load.taken(target, TOKENS), 1e3) - missed(load.taken(target), 1e3)
-            if asked.itl_percentile is not None:
-                each += MISSED_S * exceeds(costs.output_tokens, likely(NO_ROOM_S))
-            else:
-                each += missed(NO_ROOM_S / costs.output_tokens, asked.itl_slo)
+            each += missed(NO_ROOM_S / costs.output_tokens, asked.itl_slo)
             cost += prefill.ttft_s * costs.targets_per_s(target) * taken / MISSED_S * each
         held_s = options.step_wait_s(costs, target) - prefill.ttft_s
         return cost + max(0.0, held_s, wire_s(options, costs, source, target))
@@ -476,29 +412,10 @@ def by_cost(
 
     singles = [n for n in options.singles if n.role != "prefill"] or options.singles
     node = min(singles, key=alone)
+    if asked.itl_slo is not None:  # where chunks keep it, nodes of role any serve alone
+        pairs = [pair for pair in pairs if pair[0].role == "prefill"]
     if pairs:
         source, target = min(pairs, key=of_pair)
         if of_pair((source, target)) <= alone(node) and asked.min_handover_tokens <= TOKENS:
             return source.node_id, target.node_id
     return None, node.node_id
-
-
-def test_a_late_request_goes_to_the_soonest_target_whatever_it_would_miss_there() -> None:
-    slow = {"step_s": 32 * EXACT, "prefill_token_s": 4 * EXACT}
-    p = member("p", "prefill", load=SPEEDS[0])
-    first = member("d0", "decode", load=slow, wires=FREE)
-    dearer = member("d1", "decode", load={**slow, "step_s": 33 * EXACT}, wires=FREE)
-    quick = member("d2", "decode", load={**slow, "step_s": 8 * EXACT}, wires=FREE)
-    nodes, loads = ReadyNodes([p, first, dearer, quick]), NodeLoads(lambda: NOW)
-    loads.own[ELSEWHERE.node_id] = NodeLoad(sequences=1)
-
-    def chosen(ttft_slo: float) -> tuple[str | None, str] | None:
-        costs = CostModel(lambda: NOW)
-        costs.ttft_slo_s = ttft_slo / 1e3
-        policy = LeastCost(RoutingPolicy(ttft_slo=ttft_slo, itl_slo=100.0), costs)
-        beside = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, work_s=0.25)
-        costs.assigned(quick.info, ELSEWHERE, beside)
-        return ids(choose(nodes, loads, policy, Wanted(TOKENS, 128)))
-
-    assert chosen(1000.0) == ("p", "d0"), "tokens beside prompts would come too late"
-    assert chosen(1.0) == ("p", "d2"), "they are too late anyway, and soonest there"

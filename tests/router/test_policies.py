@@ -228,25 +228,18 @@ def test_cost_spares_sequences_that_decode() -> None:
 
 
 def test_an_objective_moves_the_choice() -> None:
-    one = nodes(1, load=H200)
+    """To where tokens come in time, though the first one waits for a second."""
+    both = [member(f"a{i}", "any", load=H200) for i in range(2)]
     loads = {
-        "p0": NodeLoad(prompt_tokens=100_000, prefill_us=3_000_000),
-        "d0": NodeLoad(sequences=4, tokens=4000),
+        "a0": NodeLoad(sequences=64, tokens=64_000),
+        "a1": NodeLoad(prompt_tokens=30_000, prefill_us=1_000_000),
     }
-    assert ids(route("cost", one, 8000, loads)) == (None, "d0")
-    assert ids(route("cost", one, 8000, loads, itl_slo=10.0)) == ("p0", "d0")
+    assert ids(route("cost", both, 100, loads)) == (None, "a0")
+    assert ids(route("cost", both, 100, loads, itl_slo=7.0)) == (None, "a1")
     with pytest.raises(ConfigError, match="--itl-slo"):
         RoutingPolicy(itl_slo=0.0)
-
-
-def test_one_late_request_is_better_than_many() -> None:
-    one = nodes(1, load=H200)
-    waits = NodeLoad(prompt_tokens=400_000, prefill_us=15_000_000)
-    slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 12.0}
-    crowd = {"p0": waits, "d0": NodeLoad(sequences=64, tokens=64 * 1000)}
-    assert ids(route("cost", one, 8000, crowd, **slos)) == ("p0", "d0"), "late, and nobody else"
-    few = {"p0": waits, "d0": NodeLoad(sequences=1, tokens=1000)}
-    assert ids(route("cost", one, 8000, few, **slos)) == (None, "d0")
+    with pytest.raises(ConfigError, match="--max-itl: 11 ms would break --itl-slo, 10 ms"):
+        RoutingPolicy(itl_slo=10.0, max_itl=11.0)
 
 
 def test_a_node_of_any_role_that_decodes_for_many_computes_no_prompts() -> None:
@@ -256,49 +249,12 @@ def test_a_node_of_any_role_that_decodes_for_many_computes_no_prompts() -> None:
         assert route("cost", both, 8000, loads, itl_slo=12.0).prefills.node_id == idle
 
 
-def test_cost_spares_short_texts_that_a_prompt_would_make_miss_their_objective() -> None:
-    """On average texts are long enough to make up for the wait, but many are short."""
-    both = [member(f"a{i}", "any", load=H200) for i in range(2)]
-    loads = {
-        "a0": NodeLoad(sequences=2, tokens=2 * 1000),
-        "a1": NodeLoad(prompt_tokens=30_000, prefill_us=1_000_000),
-    }
-    costs = CostModel(Clock())
-    for tokens in 150 * (8, 250):
-        generated(costs, tokens)
-    assert costs.output_tokens > 100, "the mean"
-    slos: dict[str, Any] = {"ttft_slo": 3000.0, "itl_slo": 25.0}
-    assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a1"
-    long = CostModel(Clock())
-    for _ in range(300):
-        generated(long, 130)
-    assert route("cost", both, 8000, loads, costs=long, **slos).prefills.node_id == "a0"
-
-
-@pytest.mark.parametrize("percentile", [None, 95.0])
-def test_a_node_that_is_free_to_compute_is_kept_so_while_another_can_generate(
-    percentile: float | None,
-) -> None:
-    """After an idle spell each text was generated at another node, and met by the next prompts."""
-    members = [member(name, "any", load=H200) for name in "abcd"]
-    told: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 25.0, "itl_percentile": percentile}
-    generating = {"a": NodeLoad(sequences=1, tokens=1000)}
-    assert ids(route("cost", members, **told))[0] is None, "alone"  # type: ignore[index]
-    found = ids(route("cost", members, loads=generating, **told))
-    assert found is not None
-    assert found[0] is not None, "not by another node alone"
-    assert found[1] == "a"
-
-
-def test_while_chunks_fit_nodes_of_any_role_hand_nothing_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_an_itl_objective_nodes_of_any_role_hand_nothing_over() -> None:
     """Hand-overs evened out queues, but gathered the sequences at one node, whose chunks shrank."""
-    monkeypatch.setattr(CostModel, "chunks_fit", True)
-    slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 25.0, "itl_percentile": 95.0}
+    slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 25.0}
     loads = {
         "a": NodeLoad(sequences=40, tokens=80_000),
-        "b": NodeLoad(prompt_tokens=6000, sequences=10, tokens=20_000, prefill_us=200_000),
+        "b": NodeLoad(prompt_tokens=60_000, sequences=10, tokens=20_000, prefill_us=2_000_000),
     }
     found = {
         role: ids(route("cost", wired(QUICK, (role, "any")), 2000, loads, **slos))
@@ -306,42 +262,6 @@ def test_while_chunks_fit_nodes_of_any_role_hand_nothing_over(
     }
     assert found["any"] in {(None, "a"), (None, "b")}
     assert found["prefill"] == ("a", "b"), "that is what it is for"
-
-
-def test_prompts_each_of_which_would_do_no_harm_are_counted_together() -> None:
-    """A node that generates is given one short prompt, but not the fifth."""
-    both = [member(f"a{i}", "any", load=H200) for i in range(2)]
-    slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 25.0}
-    costs = CostModel(Clock())
-    for _ in range(300):
-        generated(costs, 12)
-    behind = {"a1": NodeLoad(prompt_tokens=20_000, prefill_us=600_000)}
-    alone = {"a0": NodeLoad(sequences=8, tokens=4000), **behind}
-    assert route("cost", both, 800, alone, costs=costs, **slos).prefills.node_id == "a0"
-    there = {"a0": NodeLoad(4000, sequences=8, tokens=4000, prefill_us=120_000), **behind}
-    assert route("cost", both, 800, there, costs=costs, **slos).prefills.node_id == "a1"
-
-
-def test_a_prompt_is_not_computed_where_sequences_come_fast_though_none_is_there_now() -> None:
-    """Of short texts few are there at any time, but many come while a prompt is computed."""
-    wires = {"tcp://elsewhere:1": {"handover_s": 0.0}}
-    both = [member(f"a{i}", "any", load=H200, wires=wires) for i in range(2)]
-    slos: dict[str, Any] = {"ttft_slo": 3000.0, "itl_slo": 15.0}
-    clock = Clock()
-    costs = CostModel(clock)
-    for _ in range(300):
-        generated(costs, 18)
-    loads = {"a1": NodeLoad(prompt_tokens=30_000, prefill_us=1_000_000)}
-    assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a0"
-    predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.0)
-    for _ in range(160):  # 20 a second
-        costs.assigned(both[1].info, both[0].info, predicted)
-        clock.now += 0.05
-    assert costs.targets_per_s(both[0].info) == pytest.approx(20, rel=0.2)
-    assert ids(route("cost", both, 8000, loads, costs=costs, **slos)) == ("a1", "a0")
-    clock.now += 60.0
-    assert costs.targets_per_s(both[0].info) < 0.01, "that was long ago"
-    assert route("cost", both, 8000, loads, costs=costs, **slos).prefills.node_id == "a0"
 
 
 def test_without_objectives_who_comes_while_a_prompt_is_computed_counts() -> None:
@@ -360,37 +280,6 @@ def test_without_objectives_who_comes_while_a_prompt_is_computed_counts() -> Non
     assert route("cost", both, 8000, loads, costs=costs).prefills.node_id == "a0"
 
 
-def beside_prompts(tokens: int, percentile: float | None, *, per_s: float) -> str:
-    """Who gets a prompt of 3,000 tokens (0.1 s), if the idle node has a queue of 3 s.
-
-    The other one generates texts of so many tokens, beside so many prompts a second of late.
-    """
-    clock = Clock()
-    costs, both = CostModel(clock), [member(f"a{i}", "any", load=H200) for i in range(2)]
-    for _ in range(300):
-        generated(costs, tokens)
-    costs.learn([one.info for one in both], NodeLoads())
-    predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.1)
-    for _ in range(int(20 * per_s)):
-        costs.assigned(both[0].info, member("gone", "decode").info, predicted)
-        clock.now += 1 / per_s
-    loads = {
-        "a0": NodeLoad(sequences=8, tokens=8 * 1000),
-        "a1": NodeLoad(prompt_tokens=90_000, prefill_us=3_000_000),
-    }
-    slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 12.0, "itl_percentile": percentile}
-    slos["max_itl"] = 1e6  # prompts come whole
-    return route("cost", both, 3000, loads, costs=costs, **slos).prefills.node_id
-
-
-def test_a_percentile_of_the_times_between_tokens_forgives_some_prompts_and_no_more() -> None:
-    assert beside_prompts(1000, 95.0, per_s=0.5) == "a0", "3 of 1,000 gaps are long, 50 may be"
-    assert beside_prompts(1000, 99.6, per_s=0.5) == "a1", "4 may be"
-    assert beside_prompts(10, 95.0, per_s=0.1) == "a1", "of a short text not even one"
-    assert beside_prompts(10, 60.0, per_s=0.1) == "a0", "four of ten"
-    assert beside_prompts(1000, None, per_s=0.5) == "a0", "the mean"
-
-
 def test_prompts_that_are_said_to_take_nothing_divide_nothing() -> None:
     free = {**H200, "prefill_token_s": 0.0, "prefill_context_s": 0.0}
     clock, before = Clock(), [member(f"a{i}", "any", load=H200) for i in range(2)]
@@ -401,18 +290,10 @@ def test_prompts_that_are_said_to_take_nothing_divide_nothing() -> None:
         costs.assigned(one.info, one.info, predicted)
     both = [member(f"a{i}", "any", load=free) for i in range(2)]
     loads = {one.info.node_id: NodeLoad(2000, sequences=4, prefill_us=50_000) for one in both}
-    slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 12.0, "itl_percentile": 95.0}
+    slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 12.0}
     found = route("cost", both, 3000, loads, costs=costs, **slos)
     assert found.predicted is not None
     assert math.isfinite(found.single_cost_s or math.nan)
-
-
-@pytest.mark.parametrize("percentile", [0.0, 100.0, math.nan])
-def test_what_is_no_percentile(percentile: float) -> None:
-    with pytest.raises(ConfigError, match="--itl-percentile"):
-        RoutingPolicy(itl_slo=10.0, itl_percentile=percentile)
-    with pytest.raises(ConfigError, match="without --itl-slo"):
-        RoutingPolicy(itl_percentile=95.0)
 
 
 def test_what_a_node_was_given_is_no_more_once_texts_are_known_to_be_short() -> None:
@@ -556,12 +437,7 @@ def test_small_chunks_beside_texts_are_predicted() -> None:
         costs.learn([node.info], NodeLoads())  # a new list: objectives have changed
         return costs.prefill(node.info, load, None, 1500, 0).ttft_s
 
-    def chunk_s() -> float:
-        costs.learn([node.info], NodeLoads())
-        decode = costs.decode(node.info, busy, None, 1000)
-        return decode.step_s + decode.full_s
-
-    plain, idle, whole = ttft_s(busy), ttft_s(NodeLoad()), chunk_s()
+    plain, idle = ttft_s(busy), ttft_s(NodeLoad())
     speed = costs.speed(node.info)
     each = speed.step_s + speed.decode_s(8, 8000)
     few = nodes(1, load={**H200, "step_tokens": 1000.0, "mixed_tokens": 500.0})[0].info
@@ -573,11 +449,31 @@ def test_small_chunks_beside_texts_are_predicted() -> None:
     chunk = chunk_tokens(costs.max_itl_s, each, speed.prefill_token_s, 1000, 1000)
     assert LEAST <= chunk < 500
     assert ttft_s(busy) == pytest.approx(plain + (math.ceil(1500 / chunk) - 2) * each)
-    assert chunk_s() < whole
-    costs.ttft_slo_s = ttft_s(busy)
-    assert ttft_s(busy) == pytest.approx(plain), "it would come late by that"
+    small = ttft_s(busy)
+    costs.ttft_slo_s = small
+    assert ttft_s(busy) == small, "though it would be late"
     costs.max_itl_s = 0.5 * each
-    assert chunk_s() == whole, "it can't be kept"
+    assert ttft_s(busy) == pytest.approx(plain), "it can't be kept"
+    costs.max_itl_s, costs.ttft_slo_s = math.inf, plain
+    costs.learn([few], NodeLoads())
+    late = costs.prefill(few, busy, None, 1500, 0)
+    assert late.ttft_s == pytest.approx(plain), "without an ITL objective large chunks are taken"
+
+
+def test_no_token_is_expected_later_than_a_step_with_a_chunk() -> None:
+    """Where more prompts were given than it can compute, a mean of 20 steps was expected."""
+    clock = Clock()
+    costs, (node, *_) = CostModel(clock), nodes(1, load={**H200, "mixed_tokens": 500.0})
+    costs.learn([node.info], NodeLoads())
+    for _ in range(400):
+        costs.assigned(
+            node.info, node.info, Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.2)
+        )
+        clock.now += 0.1
+    busy = NodeLoad(20_000, 8, 8000, prefill_us=600_000)
+    decode = costs.decode(node.info, busy, None, 1000)
+    chunk_s = costs.speed(node.info).prefill_s(500, 0)
+    assert decode.itl_s == pytest.approx(decode.step_s + chunk_s)
 
 
 def test_a_report_that_counted_our_own_prompt_is_no_work_of_other_routers() -> None:

@@ -90,14 +90,14 @@ def test_a_prompt_that_is_late_takes_no_room_at_a_target_that_others_need() -> N
     nodes = [
         member(
             name,
-            "any",
+            role,
             load=SPEED,
             num_blocks=6250,
             prompt_limits=limits,
             wires={f"tcp://{other}:1": {"handover_s": 0.0} for other in ("a0", "a1")},
             control_address=f"tcp://{name}:1",
         )
-        for name in ("a0", "a1")
+        for name, role in (("a0", "prefill"), ("a1", "any"))
     ]
     settings = RoutingPolicy(policy="cost", ttft_slo=1000.0, itl_slo=25.0)
     clock = [0.0]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 
 from kvbaton.router.costs import FIRST_OUTPUT, CostModel
 from kvbaton.router.loads import NodeLoad, NodeLoads
-from kvbaton.router.objectives import MISSED_S, ItlObjective, MeanItl, PercentileItl, miss_cost
-from kvbaton.router.predictions import Decode, Prediction
-from kvbaton.router.role_plan import RolePlan
+from kvbaton.router.policies import MISSED_S, miss_cost
+from kvbaton.router.predictions import Prediction
 from tests.router.test_pairing import member
 from tests.support.toy_engine import Clock
 
@@ -79,11 +75,6 @@ def test_what_texts_have_generated_is_context_of_their_steps() -> None:
     assert costs.decode(node, load, None, 256).step_s == pytest.approx(before.step_s)
 
 
-def test_a_quarter_of_texts_is_believed_to_be_short_before_any_has_ended() -> None:
-    costs, _ = model()
-    assert costs.short_output < FIRST_OUTPUT / 3, "one slow step in twenty may be too many"
-
-
 def test_who_has_computed_prompts_since_the_first_request_is_believed_to_go_on() -> None:
     """A mean over 4 s that began as if nothing had been there before said 0.22 after 1 s."""
     clock = Clock()
@@ -106,7 +97,6 @@ def test_of_texts_that_come_and_go_it_is_the_mean() -> None:
         if number >= 20:
             costs.finished(404, 2)
     assert costs.output_tokens == pytest.approx(202, rel=0.02)
-    assert costs.short_output == 202
 
 
 def test_requests_that_fail_before_they_have_two_tokens_say_nothing() -> None:
@@ -119,77 +109,3 @@ def test_requests_that_fail_before_they_have_two_tokens_say_nothing() -> None:
     costs.relayed += 1
     costs.finished(1)
     assert costs.output_tokens < before, "a text of one token"
-
-
-def test_one_more_prompt_harms_texts_the_more_the_more_come_until_all_that_may_do() -> None:
-    """Else prompts would gather at one of two nodes though each could have half of them."""
-    costs, _ = model()
-    for _ in range(300):
-        generated(costs, 1000)
-    itl = PercentileItl(0.012, 95.0, costs)
-
-    def harm(expected: float) -> float:
-        """Of one more prompt of 50 ms for a text that meets so many, of 1,000 gaps."""
-        share = expected / (1000 * 0.01 / 0.05 + expected)
-        decode = Decode(0.01, 0.01, 0.01 / (1 - share), 0.0, 0.0, share, 0.05, 0.05, 1e-4, 20, True)
-        return itl.present_cost(decode, work_s=0.05) - itl.present_cost(decode)
-
-    assert harm(20) < harm(30) < harm(38) < harm(46), "50 may be slow"
-    assert harm(46) > 2 * harm(90), "it seems lost: prompts rather go there"
-
-
-@pytest.mark.parametrize("objective", [MeanItl, partial(PercentileItl, percentile=95.0)])
-def test_who_seems_lost_by_the_prompts_of_late_may_yet_be_spared(
-    objective: Callable[..., ItlObjective],
-) -> None:
-    """Else all to come would be computed there, and who is given to that node is lost with it."""
-    costs, _ = model()
-    itl = objective(slo_s=0.012, costs=costs)
-
-    def harm(share: float) -> float:
-        """Of one more prompt, if prompts of late have taken so much of the node's time."""
-        decode = Decode(0.01, 0.01, 0.01 / (1 - share), 0.0, 0.0, share, 0.05, 0.05, 1e-4, 20, True)
-        return itl.present_cost(decode, work_s=0.05) - itl.present_cost(decode)
-
-    assert harm(0.8) > harm(0.0) / 5
-
-
-def test_a_step_is_slow_beside_a_prompt_only_if_it_is_not_without() -> None:
-    itl = PercentileItl(0.012, 95.0, model()[0])
-    decode = Decode(0.011, 0.011, 0.011, 0.0, 0.0, 0.0, 0.05, 0.05, 1e-4, 20, True)
-    assert itl.arriving_cost(decode, 0.0, 1e-6) == pytest.approx(0.0, abs=1e-3)
-    assert itl.arriving_cost(decode, 0.0, 0.05) > 0.1
-
-
-def test_prompts_in_chunks_that_fit_harm_no_text() -> None:
-    costs, _ = model()
-    costs.roles = RolePlan(0.012, 0.05, 0.0108, 0.75)
-    itl = PercentileItl(0.012, 95.0, costs)
-    decode = Decode(0.01, 0.008, 0.01, 0.0, 0.0, 0.2, 0.05, 0.05, 1e-4, 20, True)
-    late = itl.present_cost(decode, work_s=0.05)
-    costs.roles.fits = True
-    assert itl.present_cost(decode, work_s=0.05) == itl.present_cost(decode) < late / 4
-
-
-def test_prompts_that_wait_share_the_next_step() -> None:
-    """Behind one under way and one that waits, eight of an eighth of a step's tokens make one."""
-    clock = Clock()
-    costs, node = (
-        CostModel(clock),
-        member("a0", "any", load={"step_s": 0, "prefill_token_s": 1e-5, "mixed_tokens": 2048}),
-    )
-    costs.learn([node.info], NodeLoads())
-    full_s = costs.speed(node.info).full_s
-    predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=full_s / 8)
-
-    def took(number: int) -> float:
-        """Seconds of a step with prompts, by those of late."""
-        costs.assigned(node.info, node.info, predicted)
-        costs.queued(f"r{number}", node.info, predicted)
-        return costs.decode(node.info, NodeLoad(), None, 100).prompt_s
-
-    assert took(0) == pytest.approx(full_s / 8)
-    assert took(1) == pytest.approx(full_s / 8), "it begins when the first is over"
-    for number in range(2, 10):
-        later = took(number)
-    assert later == pytest.approx(10 / 8 / 3 * full_s), "three steps"
