@@ -16,6 +16,7 @@ back only for others of its tenant and priority, so no tenant's share changes.
 from __future__ import annotations
 
 import heapq
+from operator import attrgetter
 
 from kvbaton.engine.request import Sequence
 
@@ -87,6 +88,7 @@ class LateRequests:
         self._begun_s = 0.0
         self._took_s = self._expected_s = 1.0
         self._step_s = 0.0
+        self._ranked = False
 
     def _pace(self, now: float, left_s: float) -> float:
         """Seconds that each stated second of prefill took recently, while there was a queue."""
@@ -108,26 +110,26 @@ class LateRequests:
             running: Running sequences; those that decode are not ranked.
             now: Time on the scheduler's clock.
         """
-        queued, left = list[Sequence](), dict[Sequence, float]()
-        if waiting:
-            queued = [sequence for sequence in waiting if _may_be_late(sequence)]
-        if queued:
+        timed = [sequence for sequence in waiting if _may_be_late(sequence)]
+        left = dict[Sequence, float]()
+        if timed:
             left = {sequence: left_s for sequence in running if (left_s := _left_s(sequence))}
-        timed = queued + [sequence for sequence in left if _may_be_late(sequence)]
-        late = dict.fromkeys(running, IN_TIME)
-        late |= dict.fromkeys(timed, IN_TIME)
-        late |= {sequence: ITS_TURN for sequence in left if sequence.rank[1] == ITS_TURN}
+            timed += [sequence for sequence in left if _may_be_late(sequence)]
+        late = dict.fromkeys(timed, IN_TIME)
+        if self._ranked:  # of these, some are computed by now
+            late |= {s: IN_TIME for s in running if s.rank[1] == LATE or not _left_s(s)}
         if len(timed) < 2:  # a single prompt makes no other late
             self._planned = None
         else:
             pace = self._pace(now, sum(left.values()))
             late |= self._late(timed, left, pace, now)
-        for queue in (waiting, running):
-            changed = [s for s in queue if s.rank[1] != late.get(s, s.rank[1])]
-            for sequence in changed:
-                sequence.rank = sequence.rank[0], late[sequence], *sequence.rank[2:]
-            if changed:
-                queue.sort(key=lambda sequence: sequence.rank)
+        changed = [sequence for sequence, kind in late.items() if sequence.rank[1] != kind]
+        for sequence in changed:
+            sequence.rank = sequence.rank[0], late[sequence], *sequence.rank[2:]
+        if changed:
+            self._ranked = any(sequence.rank[1] for sequence in running)
+            for queue in (waiting, running):
+                queue.sort(key=_rank)
 
     def _late(
         self, timed: list[Sequence], left: dict[Sequence, float], pace: float, now: float
@@ -164,8 +166,12 @@ class LateRequests:
         """Note that a queued sequence runs from now on."""
         work_s = sequence.request.spec.prefill_s
         self._begun_s += work_s
+        self._ranked = self._ranked or sequence.rank[1] != IN_TIME
         if sequence.rank[1] == IN_TIME and _may_be_late(sequence):
             self._owed_s += LATE_SHARE * work_s
+
+
+_rank = attrgetter("rank")
 
 
 def _may_be_late(sequence: Sequence) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -75,6 +77,81 @@ def test_a_token_that_comes_when_others_of_its_step_are_computed_is_not_expected
     ends = serve(loop)
     assert list(ends) == ["short-0", "short-1", "later", "long"]
     assert [name for name, end in ends.items() if end > begin + 8.5] == ["long"]
+
+
+def in_chunks(**settings: Any) -> Loop:
+    """Steps of 12 tokens, one prompt of `timed` or a third of a long one."""
+    return Loop(max_num_batched_tokens=12, depth=1, **settings)
+
+
+def finish_step(loop: Loop) -> list[str]:
+    """Names of requests that end in the next step, which takes `WORK_S`."""
+    before = len(loop.outputs)
+    loop.step()
+    loop.clock.now += WORK_S
+    return [output.request_id for output in loop.outputs[before:]]
+
+
+def finish(loop: Loop) -> list[str]:
+    """Names of requests in the order of their ends."""
+    ended = list[str]()
+    while loop.scheduler.has_work():
+        ended += finish_step(loop)
+    return ended
+
+
+def test_what_is_left_of_a_prompt_that_is_late_waits_for_those_that_can_be_in_time() -> None:
+    """A prompt of 100,000 tokens made all that came behind it late, for 10 s."""
+    loop = in_chunks()
+    loop.add(timed("long", 0, 2.5, 4.0, tokens=48))
+    loop.step()
+    loop.clock.now += WORK_S
+    for i in range(2):
+        loop.add(timed(f"short-{i}", 1 + i, 3.5))
+    begin = loop.clock.now
+    assert finish(loop) == ["short-0", "short-1", "long"]
+    assert loop.clock.now == begin + 5 * WORK_S, "three steps were left, and none is repeated"
+
+
+def test_a_prompt_that_can_be_in_time_is_finished_first() -> None:
+    loop = in_chunks()
+    loop.add(timed("long", 0, 5.5, 4.0, tokens=48))
+    loop.step()
+    loop.clock.now += WORK_S
+    loop.add(timed("short", 1, 5.5))
+    assert finish(loop) == ["long", "short"]
+
+
+def test_a_prompt_without_room_keeps_none_that_is_late_from_being_computed() -> None:
+    loop = in_chunks(max_num_seqs=1)
+    loop.add(timed("long", 0, 2.5, 4.0, tokens=48))
+    loop.step()
+    loop.clock.now += WORK_S
+    loop.add(timed("short", 1, 9.0))
+    assert finish(loop) == ["long", "short"]
+
+
+def test_a_better_priority_passes_a_prompt_that_is_being_computed() -> None:
+    loop = in_chunks()
+    loop.add(replace(timed("long", 0, 0.0, 4.0, tokens=48), priority=1))
+    loop.step()
+    loop.clock.now += WORK_S
+    loop.add(timed("urgent", 1, 0.0))
+    assert finish(loop) == ["urgent", "long"]
+
+
+def test_what_is_left_of_a_prompt_that_is_late_has_its_turn() -> None:
+    loop = in_chunks()
+    loop.add(timed("long", 0, 2.5, 4.0, tokens=48))
+    loop.step()
+    ended, number = list[str](), 1
+    while "long" not in ended:
+        assert number < 200, "it never had its turn"
+        while len(loop.scheduler.waiting) < 2:  # there is always one that can be in time
+            loop.add(timed(f"r{number}", number, 10.0))
+            number += 1
+        ended += finish_step(loop)
+    assert ended.index("long") > 10, "but others go first for long"
 
 
 def test_nobody_steps_back_for_another_tenant_or_a_worse_priority() -> None:
