@@ -110,6 +110,9 @@ class LateRequests:
             running: Running sequences; those that decode are not ranked.
             now: Time on the scheduler's clock.
         """
+        if len(waiting) + len(running) < 2:  # a single prompt makes no other late
+            self._planned = None
+            return
         timed = [sequence for sequence in waiting if _may_be_late(sequence)]
         left = dict[Sequence, float]()
         if timed:
@@ -118,7 +121,7 @@ class LateRequests:
         late = dict.fromkeys(timed, IN_TIME)
         if self._ranked:  # of these, some are computed by now
             late |= {s: IN_TIME for s in running if s.rank[1] == LATE or not _left_s(s)}
-        if len(timed) < 2:  # a single prompt makes no other late
+        if len(timed) < 2:
             self._planned = None
         else:
             pace = self._pace(now, sum(left.values()))
@@ -167,7 +170,8 @@ class LateRequests:
         work_s = sequence.request.spec.prefill_s
         self._begun_s += work_s
         self._ranked = self._ranked or sequence.rank[1] != IN_TIME
-        if sequence.rank[1] == IN_TIME and _may_be_late(sequence):
+        timed = sequence.request.due is not None and not sequence.num_generated
+        if timed and sequence.rank[1] == IN_TIME:
             self._owed_s += LATE_SHARE * work_s
 
 

@@ -423,7 +423,7 @@ class _Prices:
         found = self._decodes.get(node.node_id)
         if found is None:
             decode = self._options.decode(self._costs, node, math.inf)
-            present = miss_cost(decode.others_s, self._itl_slo)
+            present = miss_cost(decode.others_s, self._itl_slo) if decode.sequences else 0.0
             found = self._decodes[node.node_id] = decode, *self._own_cost(node, decode), present
         return found
 
@@ -484,13 +484,14 @@ class _Prices:
         sequences are short, most of those that wait arrive so. These count with all of its work:
         beside decoding, prefill takes about twice as long.
         """
-        decode, _, _, present = self._decode(node)
         each = self._costs.output_tokens * slower_s
-        if self._itl_slo is not None:
-            each += miss_cost(decode.others_s + slower_s, self._itl_slo) - present
-            return sequences * each
-        arriving = work_s * self._costs.targets_per_s(node) if work_s else 0.0
-        return (sequences + arriving) * (each + work_s)
+        if self._itl_slo is None:
+            arriving = work_s * self._costs.targets_per_s(node) if work_s else 0.0
+            return (sequences + arriving) * (each + work_s)
+        if not sequences:
+            return 0.0
+        decode, _, _, present = self._decode(node)
+        return sequences * (each + miss_cost(decode.others_s + slower_s, self._itl_slo) - present)
 
 
 _bound_and_place = itemgetter(0, 3)
