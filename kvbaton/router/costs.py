@@ -318,13 +318,13 @@ class CostModel:
         if node.num_blocks:  # sequences whose prompts are on their way hold all their blocks, too
             room = room and node.num_blocks * node.block_size >= load.tokens + num_tokens
         step_s = slowdown * (speed.step_s + after)
-        chunk_s = speed.prefill_s(speed.chunk_tokens(step_s), 0)  # no step has more of a prompt
         queued_s = load.prefill_us / 1e6
         backlog_s = max(0.0, self._left_s(load, since) - after_s) if queued_s else 0.0
+        itl_s = max(step_s / (1 - share), step_s + backlog_s / output_tokens)
+        if self.max_itl_s < math.inf:  # else more keeps sequences from nodes with long queues
+            itl_s = min(itl_s, step_s + speed.prefill_s(speed.chunk_tokens(step_s), 0))
         return Decode(
-            itl_s=min(
-                step_s + chunk_s, max(step_s / (1 - share), step_s + backlog_s / output_tokens)
-            ),
+            itl_s=itl_s,
             step_s=step_s,
             others_s=slowdown * (speed.step_s + before),
             queued_s=queued_s,
