@@ -84,6 +84,7 @@ class StoreBench(Bench):
         computed = self.run([prompt], 1)[0][0]
         self.settle()
         self.core.reset_prefix_cache()
+        self.desk.times.clear()
         self.submit([prompt], 1)
         began = time.perf_counter()
         runs: tuple[BlockRun, ...] = ()
@@ -210,8 +211,9 @@ def decode(bench: StoreBench, batch: int, runs: tuple[BlockRun, ...], num_bytes:
     bench.core.reset_prefix_cache()
     bench.store.committed = lambda *_: None  # type: ignore[method-assign]  # saves are not measured
     most = LEAD_STEPS + TURNS * (2 * STEPS + LOAD_STEPS)
-    bench.submit(random_prompts(batch, 512, batch), most)
     times = bench.desk.times
+    times.clear()
+    bench.submit(random_prompts(batch, 512, batch), most)
 
     def step() -> None:
         bench.core.turn()
