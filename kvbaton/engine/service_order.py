@@ -113,11 +113,11 @@ class LateRequests:
         if len(waiting) + len(running) < 2:  # a single prompt makes no other late
             self._planned = None
             return
-        timed = [sequence for sequence in waiting if _may_be_late(sequence)]
+        timed = [s for s in waiting if s.request.due is not None and _may_be_late(s)]
         left = dict[Sequence, float]()
         if timed:
             left = {sequence: left_s for sequence in running if (left_s := _left_s(sequence))}
-            timed += [sequence for sequence in left if _may_be_late(sequence)]
+            timed += [s for s in left if s.request.due is not None and _may_be_late(s)]
         late = dict.fromkeys(timed, IN_TIME)
         if self._ranked:  # of these, some are computed by now
             late |= {s: IN_TIME for s in running if s.rank[1] == LATE or not _left_s(s)}
@@ -179,9 +179,8 @@ _rank = attrgetter("rank")
 
 
 def _may_be_late(sequence: Sequence) -> bool:
-    """Whether a prompt has an objective, and is not on its turn after it was late."""
-    timed = sequence.request.due is not None and not sequence.num_generated
-    return timed and sequence.rank[1] != ITS_TURN
+    """Whether a prompt with an objective is not on its turn after it was late."""
+    return not sequence.num_generated and sequence.rank[1] != ITS_TURN
 
 
 def _left_s(sequence: Sequence) -> float:
