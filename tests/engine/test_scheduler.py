@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.errors import RequestError
@@ -430,6 +431,8 @@ ADDS = st.fixed_dictionaries(
         "prompt_logprobs": st.sampled_from([None, None, 0]),
         "cache_salt": st.sampled_from(["", "", "x"]),
         "transfer": st.just(None),
+        "ttft_s": st.sampled_from([0.0, 0.5, 1.5, 4.0]),
+        "prefill_s": st.sampled_from([0.1, 1.0]),
     }
 )
 OPS = st.lists(
@@ -493,8 +496,9 @@ def perform(loop: Loop, op: object) -> None:
         case dict():
             fields = dict(op)
             tokens = prompt(fields.pop("length"), fields.pop("start"))
+            timed = {name: fields.pop(name) for name in ("ttft_s", "prefill_s")}
             if loop.scheduler.blocks.too_large(len(tokens)) is None:
-                loop.add(ask(f"r{len(loop.requests)}", tokens, **fields))
+                loop.add(structs.replace(ask(f"r{len(loop.requests)}", tokens, **fields), **timed))
         case int():
             loop.emit(loop.scheduler.abort(f"r{op}"))
         case "launch" if len(loop.in_flight) < loop.depth:
@@ -502,6 +506,7 @@ def perform(loop: Loop, op: object) -> None:
         case "update":
             loop.update()
         case "step":
+            loop.clock.now += 0.1
             loop.step()
         case "reset":
             loop.scheduler.blocks.pool.reset_cache()
