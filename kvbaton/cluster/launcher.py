@@ -16,6 +16,7 @@ import msgspec
 from kvbaton.cluster.config import ClusterConfig
 from kvbaton.cluster.placement import Child, LocalPlacement, NodeProcess, Placement, StartError
 from kvbaton.messages.nodes import NodesView
+from kvbaton.router.config import RoutingPolicy
 from kvbaton.server.network import bearer, bind, registration_token, url_of
 from kvbaton.signals import STOP_SIGNALS
 
@@ -40,9 +41,15 @@ def run(config: ClusterConfig) -> int:
     """Run a cluster until told to stop; return the exit status.
 
     Raises:
-        ConfigError: The router's address is taken, or the Ray cluster can't be used.
+        ConfigError: The router's address is taken, there is no such policy, or the Ray cluster
+            can't be used.
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(message)s")
+    if config.routing.policy != RoutingPolicy.policy:  # the router would say so after all started
+        from kvbaton.router.costs import CostModel
+        from kvbaton.router.policies import load_policy
+
+        load_policy(config.routing, CostModel())
     if config.ray is None:
         placement: Placement = LocalPlacement(config)
     else:

@@ -13,11 +13,12 @@ from typing_extensions import override
 
 from kvbaton.cluster import launcher
 from kvbaton.cluster.config import ClusterConfig
-from kvbaton.cluster.launcher import Cluster
+from kvbaton.cluster.launcher import Cluster, run
 from kvbaton.cluster.placement import NodeProcess, Placement
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodesView, NodeView
+from kvbaton.router.config import RoutingPolicy
 from tests.support.listening import listen
 from tests.support.waiting import eventually
 
@@ -139,3 +140,9 @@ async def test_a_node_for_which_there_is_no_room_now_is_started_later(
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     await cluster.shutdown()
+
+
+def test_a_policy_that_there_is_not_is_found_before_anything_starts() -> None:
+    routing = RoutingPolicy(policy="nope")
+    with pytest.raises(ConfigError, match="unknown policy 'nope'; known are cost, "):
+        run(ClusterConfig(engine=EngineConfig(model="m"), routing=routing))
