@@ -46,8 +46,8 @@ class Sequence:
         tokens: All known tokens: prompt, resumed and generated.
         num_groups: Number of KV groups; the sequence begins without blocks.
         tables: Block table of each group.
-        rank: Order of service: priority, whether it is late and goes last of that priority
-            (`LateRequests`), start tag, arrival, choice.
+        rank: Order of service: priority, whether it goes last or first of that priority
+            (`LateRequests`; 0 for neither), start tag, arrival, choice.
         state: See `SequenceState`.
         handle: Its number at the runner; 0 if the runner does not know it. A preempted sequence
             gets a new one.

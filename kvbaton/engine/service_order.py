@@ -28,8 +28,8 @@ MAX_TENANTS = 4096
 """Number of tenants beyond which past service is forgotten, so that all are equal again."""
 
 
-ITS_TURN, IN_TIME, LATE = -1, 0, 1
-"""The second part of a rank."""
+ITS_TURN, ON_TIME, LATE = -1, 0, 1
+"""Second part of a rank: `ON_TIME` until `LateRequests` says otherwise."""
 
 
 class FairShares:
@@ -118,9 +118,9 @@ class LateRequests:
         if timed:
             left = {sequence: left_s for sequence in running if (left_s := _left_s(sequence))}
             timed += [s for s in left if s.request.due is not None and _may_be_late(s)]
-        late = dict.fromkeys(timed, IN_TIME)
+        late = dict.fromkeys(timed, ON_TIME)
         if self._ranked:  # of these, some are computed by now
-            late |= {s: IN_TIME for s in running if s.rank[1] == LATE or not _left_s(s)}
+            late |= {s: ON_TIME for s in running if s.rank[1] == LATE or not _left_s(s)}
         if len(timed) < 2:
             self._planned = None
         else:
@@ -140,7 +140,7 @@ class LateRequests:
         """Second part of the rank of prompts with objectives, some of which are computed now."""
         end = now + pace * (sum(left.values()) - sum(left.get(s, 0.0) for s in timed))
         timed.sort(key=lambda sequence: (sequence.rank[0], *sequence.rank[2:]))
-        late = dict.fromkeys(timed, IN_TIME)
+        late = dict.fromkeys(timed, ON_TIME)
         longest: dict[tuple[int, str], list[tuple[float, int, Sequence]]] = {}
         for number, sequence in enumerate(timed):
             spec, due = sequence.request.spec, sequence.request.due
@@ -155,8 +155,8 @@ class LateRequests:
                 late[steps_back] = LATE
         # Those of a priority of which none is in time are put back for nobody: requests without an
         # objective must not pass them.
-        in_time = {sequence.rank[0] for sequence in timed if late[sequence] == IN_TIME}
-        late = {s: one if s.rank[0] in in_time else IN_TIME for s, one in late.items()}
+        in_time = {sequence.rank[0] for sequence in timed if late[sequence] == ON_TIME}
+        late = {s: one if s.rank[0] in in_time else ON_TIME for s, one in late.items()}
         first = next((sequence for sequence in timed if late[sequence] == LATE), None)
         if first is None:
             self._owed_s = 0.0
@@ -169,9 +169,9 @@ class LateRequests:
         """Note that a queued sequence runs from now on."""
         work_s = sequence.request.spec.prefill_s
         self._begun_s += work_s
-        self._ranked = self._ranked or sequence.rank[1] != IN_TIME
+        self._ranked = self._ranked or sequence.rank[1] != ON_TIME
         timed = sequence.request.due is not None and not sequence.num_generated
-        if timed and sequence.rank[1] == IN_TIME:
+        if timed and sequence.rank[1] == ON_TIME:
             self._owed_s += LATE_SHARE * work_s
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from kvbaton.engine.chunk_limit import IN_TIME, chunk_tokens
 from kvbaton.engine.config import MIXED_TOKENS
@@ -54,7 +53,6 @@ class StepSpeed(Struct, frozen=True):
     Attributes:
         step_tokens: Maximum tokens of one step.
         mixed_tokens: Maximum tokens of one step that has decoding sequences.
-        full_s: Seconds that `step_tokens` of a prompt add to a step.
         max_itl_s: Objective for steps that have decoding sequences; prompts come in chunks for it.
     """
 
@@ -65,7 +63,6 @@ class StepSpeed(Struct, frozen=True):
     decode_context_s: float = 0.0
     step_tokens: int = DEFAULT_STEP_TOKENS
     mixed_tokens: int = MIXED_TOKENS
-    full_s: float = 0.0
     max_itl_s: float = math.inf
 
     def chunk_tokens(self, step_s: float) -> int:
@@ -161,7 +158,6 @@ class CostModel:
                 speed = StepSpeed(
                     **terms, step_tokens=budget, mixed_tokens=mixed, max_itl_s=self.max_itl_s
                 )
-                speed = replace(speed, full_s=speed.prefill_s(budget, 0))
             self._speeds[node.node_id] = node.load, speed
         of_nodes: tuple[dict[str, Any], ...] = (
             self._overhead.scales,
@@ -442,7 +438,7 @@ class CostModel:
         if since is None or speed is None:
             return 0.0
         left = self._left_s(load, since)
-        return min(left, speed.step_s + speed.full_s)
+        return min(left, speed.step_s + speed.prefill_s(speed.step_tokens, 0))
 
     # --- what comes of them ---
 

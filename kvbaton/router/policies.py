@@ -333,7 +333,7 @@ class _Prices:
                 total += self._handover_cost(source) + self._handover_cost(target)
                 decode, own_s, _, _ = self._decode(target)
                 if decode.queued_s > ttft_s:  # the rest of that prefill delays the sequence
-                    own_s, missed = self._own_cost(target, options.decode(costs, target, ttft_s))
+                    own_s, missed = self._own_cost(options.decode(costs, target, ttft_s))
                 total += own_s + others
                 total += self._held_room_cost(target, ttft_s) if late else missed
                 # The last blocks come while the target runs a step, and wait for the next one.
@@ -363,7 +363,7 @@ class _Prices:
             decode, own, _, _ = self._decode(node)
             if decode.queued_s > expected.ttft_s:  # deferred prompts, which are computed later
                 after = self._options.decode(self._costs, node, expected.ttft_s)
-                own, missed = self._own_cost(node, after)
+                own, missed = self._own_cost(after)
             if not expected.late:
                 own += missed
             cost += own + self._delay_cost(node, decode.sequences, decode.slower_s, expected.work_s)
@@ -424,7 +424,7 @@ class _Prices:
         if found is None:
             decode = self._options.decode(self._costs, node, math.inf)
             present = miss_cost(decode.others_s, self._itl_slo) if decode.sequences else 0.0
-            found = self._decodes[node.node_id] = decode, *self._own_cost(node, decode), present
+            found = self._decodes[node.node_id] = decode, *self._own_cost(decode), present
         return found
 
     def _target(self, node: NodeInfo) -> tuple[float, float, float]:
@@ -441,7 +441,7 @@ class _Prices:
             found = self._targets[node.node_id] = own + missed + others, others, missed
         return found
 
-    def _own_cost(self, node: NodeInfo, decode: Decode) -> tuple[float, float]:
+    def _own_cost(self, decode: Decode) -> tuple[float, float]:
         """Cost to a request of decoding on a node: seconds, and misses.
 
         Misses do not count if the first token is late: the request has missed its objectives then.
@@ -488,7 +488,7 @@ class _Prices:
         if self._itl_slo is None:
             arriving = work_s * self._costs.targets_per_s(node) if work_s else 0.0
             return (sequences + arriving) * (each + work_s)
-        if not sequences:
+        if not sequences or not slower_s:
             return 0.0
         decode, _, _, present = self._decode(node)
         return sequences * (each + miss_cost(decode.others_s + slower_s, self._itl_slo) - present)

@@ -4,7 +4,8 @@ With a TTFT objective, engines order their queues so that as few prompts as poss
 (`kvbaton.engine.service_order`, Moore's algorithm): whenever one would be late, the longest prompt
 so far is deferred to the end. So a prompt does not wait for deferred ones, and one that comes to a
 full queue is in time if a longer one is there. `PromptQueue` applies the same rule as prompts are
-given to a node and are computed.
+given to a node and are computed, but to none that has begun: an engine lets one yield that will be
+late, but nodes whose long prompts seemed to wait for all others were given too many.
 """
 
 from __future__ import annotations

@@ -26,13 +26,18 @@ def one_at_a_time() -> Loop:
     return Loop(max_num_seqs=1, depth=1)
 
 
+def step(loop: Loop) -> list[str]:
+    """Names of requests that end in the next step."""
+    before = len(loop.outputs)
+    loop.step()
+    return [output.request_id for output in loop.outputs[before:]]
+
+
 def serve(loop: Loop) -> dict[str, float]:
     """When each request was over, steps taking as long as their requests told."""
     ends: dict[str, float] = {}
     while loop.scheduler.has_work():
-        before = len(loop.outputs)
-        loop.step()
-        names = [output.request_id for output in loop.outputs[before:]]
+        names = step(loop)
         loop.clock.now += sum(loop.requests[name].prefill_s for name in names)
         ends.update(dict.fromkeys(names, loop.clock.now))
     return ends
@@ -79,33 +84,35 @@ def test_a_token_that_comes_when_others_of_its_step_are_computed_is_not_expected
     assert [name for name, end in ends.items() if end > begin + 8.5] == ["long"]
 
 
-def in_chunks(**settings: Any) -> Loop:
-    """Steps of 12 tokens, one prompt of `timed` or a third of a long one."""
-    return Loop(max_num_batched_tokens=12, depth=1, **settings)
+def begun(ttft_s: float, *, priority: int = 0, **settings: Any) -> Loop:
+    """A loop of steps of 12 tokens, the first of which computed a quarter of a long prompt.
+
+    One of `timed` takes a step, too.
+    """
+    loop = Loop(max_num_batched_tokens=12, depth=1, **settings)
+    loop.add(replace(timed("long", 0, ttft_s, 4.0, tokens=48), priority=priority))
+    assert not step_on(loop)
+    return loop
 
 
-def finish_step(loop: Loop) -> list[str]:
+def step_on(loop: Loop) -> list[str]:
     """Names of requests that end in the next step, which takes `WORK_S`."""
-    before = len(loop.outputs)
-    loop.step()
+    names = step(loop)
     loop.clock.now += WORK_S
-    return [output.request_id for output in loop.outputs[before:]]
+    return names
 
 
 def finish(loop: Loop) -> list[str]:
     """Names of requests in the order of their ends."""
     ended = list[str]()
     while loop.scheduler.has_work():
-        ended += finish_step(loop)
+        ended += step_on(loop)
     return ended
 
 
 def test_what_is_left_of_a_prompt_that_is_late_waits_for_those_that_can_be_in_time() -> None:
     """A prompt of 100,000 tokens made all that came behind it late, for 10 s."""
-    loop = in_chunks()
-    loop.add(timed("long", 0, 2.5, 4.0, tokens=48))
-    loop.step()
-    loop.clock.now += WORK_S
+    loop = begun(2.5)
     for i in range(2):
         loop.add(timed(f"short-{i}", 1 + i, 3.5))
     begin = loop.clock.now
@@ -114,43 +121,32 @@ def test_what_is_left_of_a_prompt_that_is_late_waits_for_those_that_can_be_in_ti
 
 
 def test_a_prompt_that_can_be_in_time_is_finished_first() -> None:
-    loop = in_chunks()
-    loop.add(timed("long", 0, 5.5, 4.0, tokens=48))
-    loop.step()
-    loop.clock.now += WORK_S
+    loop = begun(5.5)
     loop.add(timed("short", 1, 5.5))
     assert finish(loop) == ["long", "short"]
 
 
 def test_a_prompt_without_room_keeps_none_that_is_late_from_being_computed() -> None:
-    loop = in_chunks(max_num_seqs=1)
-    loop.add(timed("long", 0, 2.5, 4.0, tokens=48))
-    loop.step()
-    loop.clock.now += WORK_S
+    loop = begun(2.5, max_num_seqs=1)
     loop.add(timed("short", 1, 9.0))
     assert finish(loop) == ["long", "short"]
 
 
 def test_a_better_priority_passes_a_prompt_that_is_being_computed() -> None:
-    loop = in_chunks()
-    loop.add(replace(timed("long", 0, 0.0, 4.0, tokens=48), priority=1))
-    loop.step()
-    loop.clock.now += WORK_S
+    loop = begun(0.0, priority=1)
     loop.add(timed("urgent", 1, 0.0))
     assert finish(loop) == ["urgent", "long"]
 
 
 def test_what_is_left_of_a_prompt_that_is_late_has_its_turn() -> None:
-    loop = in_chunks()
-    loop.add(timed("long", 0, 2.5, 4.0, tokens=48))
-    loop.step()
+    loop = begun(2.5)
     ended, number = list[str](), 1
     while "long" not in ended:
         assert number < 200, "it never had its turn"
         while len(loop.scheduler.waiting) < 2:  # there is always one that can be in time
             loop.add(timed(f"r{number}", number, 10.0))
             number += 1
-        ended += finish_step(loop)
+        ended += step_on(loop)
     assert ended.index("long") > 10, "but others go first for long"
 
 
@@ -175,11 +171,8 @@ def test_who_is_late_is_not_starved() -> None:
         while len(loop.scheduler.waiting) < 3:  # there is always one that can be in time
             loop.add(timed(f"r{number}", number, 10.0))
             number += 1
-        before = len(loop.outputs)
-        loop.step()
-        for output in loop.outputs[before:]:
-            loop.clock.now += WORK_S
-            served.append(output.request_id)
+        served += (names := step(loop))
+        loop.clock.now += WORK_S * len(names)
     assert served.index("late") > 10, "but others go first for long"
     serve(loop)
 
@@ -193,11 +186,8 @@ def test_who_is_late_is_not_passed_for_ever_by_requests_without_an_objective(cou
     served = list[str]()
     for number in range(20):  # as many as are served: the queue is never empty
         loop.add(timed(f"untimed-{number}", 100 + number, 0.0))
-        before = len(loop.outputs)
-        loop.step()
-        for output in loop.outputs[before:]:
-            loop.clock.now += WORK_S
-            served.append(output.request_id)
+        served += (names := step(loop))
+        loop.clock.now += WORK_S * len(names)
     assert {f"r{i}" for i in range(count)} <= set(served[: count + 3]), served
     serve(loop)
 
