@@ -128,8 +128,10 @@ def test_a_prompt_that_can_be_in_time_is_finished_first() -> None:
 
 def test_a_prompt_without_room_keeps_none_that_is_late_from_being_computed() -> None:
     loop = begun(2.5, max_num_seqs=1)
+    begin = loop.clock.now
     loop.add(timed("short", 1, 9.0))
     assert finish(loop) == ["long", "short"]
+    assert loop.clock.now == begin + 4 * WORK_S
 
 
 def test_a_better_priority_passes_a_prompt_that_is_being_computed() -> None:
@@ -139,7 +141,7 @@ def test_a_better_priority_passes_a_prompt_that_is_being_computed() -> None:
 
 
 def test_what_is_left_of_a_prompt_that_is_late_has_its_turn() -> None:
-    loop = begun(2.5)
+    loop = begun(2.5, enable_prefix_caching=False)  # else it gets what is left of other steps
     ended, number = list[str](), 1
     while "long" not in ended:
         assert number < 200, "it never had its turn"

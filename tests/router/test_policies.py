@@ -251,17 +251,18 @@ def test_a_node_of_any_role_that_decodes_for_many_computes_no_prompts() -> None:
 
 def test_with_an_itl_objective_nodes_of_any_role_hand_nothing_over() -> None:
     """Hand-overs evened out queues, but gathered the sequences at one node, whose chunks shrank."""
-    slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 25.0}
-    loads = {
-        "a": NodeLoad(sequences=40, tokens=80_000),
-        "b": NodeLoad(prompt_tokens=60_000, sequences=10, tokens=20_000, prefill_us=2_000_000),
-    }
-    found = {
-        role: ids(route("cost", wired(QUICK, (role, "any")), 2000, loads, **slos))
-        for role in ("any", "prefill")
-    }
-    assert found["any"] in {(None, "a"), (None, "b")}
-    assert found["prefill"] == ("a", "b"), "that is what it is for"
+    loads = {"b": NodeLoad(sequences=1, tokens=1000)}
+
+    def found(role: str, **slos: Any) -> tuple[str | None, str] | None:
+        """Of a node that computes prompts quickly, and one that decodes quickly."""
+        both = wired(QUICK, (role, "any"))
+        for one, load in zip(both, ({**H200, "step_s": 0.02}, SLOW), strict=True):
+            one.info = replace(one.info, load=load)
+        return ids(route("cost", both, 2000, loads, ttft_slo=1000.0, **slos))
+
+    assert found("any") == ("a", "b")
+    assert found("any", itl_slo=25.0) in {(None, "a"), (None, "b")}
+    assert found("prefill", itl_slo=25.0) == ("a", "b"), "that is what it is for"
 
 
 def test_without_objectives_who_comes_while_a_prompt_is_computed_counts() -> None:
@@ -423,6 +424,11 @@ def test_a_prediction_adds_queue_steps_and_own_tokens() -> None:
     queued = NodeLoad(prompt_tokens=1000, prefill_us=400_000)
     later = costs.prefill(p.info, queued, clock.now - 0.1, 1500, 500)
     assert later.ttft_s == pytest.approx(idle.ttft_s + 0.3 + 0.006)
+    nearly = costs.prefill(p.info, queued, clock.now - 0.403, 1500, 500)
+    assert nearly.ttft_s == pytest.approx(idle.ttft_s + 0.003), "some of that time was for steps"
+    done = costs.prefill(p.info, queued, clock.now - 100.0, 1500, 500)
+    assert done.ttft_s == pytest.approx(idle.ttft_s)
+    assert done.wait_s == 0.0
     told = member("p0", "prefill", load={**p.info.load, "waiting_tokens": 2000.0})
     costs.learn([told.info], NodeLoads())
     elsewhere = costs.prefill(told.info, NodeLoad(), None, 1500, 500)

@@ -47,13 +47,15 @@ def test_a_prompt_does_not_wait_for_those_that_have_stepped_back() -> None:
             expected.ttft_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.1, full=expected.risk_s > 1, late=False
         )
         costs.queued(str(number), one.info, predicted)
-    load = NodeLoad(prefill_us=7_000_000)
+    load = NodeLoad(prompt_tokens=280_000, prefill_us=7_000_000)
     short = costs.prefill(one.info, load, None, 3900, 0)
     assert not short.late
+    assert short.late_share == pytest.approx(0.975), "the rest of the longer one's work is saved"
     assert short.ttft_s < 1 < short.risk_s, "one is late, but not this one"
     long = costs.prefill(one.info, load, None, 20_000, 0)
     assert long.late
     assert long.ttft_s > 7
+    assert long.late_share == 1.0
     assert costs.wait_s(one.info, load, None) <= short.ttft_s
 
 
