@@ -5,7 +5,8 @@
     python -m benchmarks.bench_gpu_handover --shape gemma3-4b --one-gpu
 
 Each request goes to the prefill node alone, and through the router to P and D, whose first token
-comes from P and whose second needs the hand-over. Then closed loops of clients follow. The workload
+comes from P. A P that is idle samples the second, too, so the third one needs the hand-over; else
+the second does. Then closed loops of clients follow. The workload
 is that of `workload`, over HTTP; results stand beside those of vLLM 0.26.0. Shapes of
 `bench_gpu_shapes` other than 8B have no loops; instead, the bytes transferred for a prompt by the
 metrics are compared with what each group of layers must transfer: a latent once, of a window only
@@ -58,6 +59,7 @@ BLOCK = 16
 """Tokens per KV block."""
 
 ALONE = "alone"
+TOKENS = "first", "second", "third"
 """Name of the way that asks only the prefill node."""
 
 REPORT_S = 0.05
@@ -91,10 +93,9 @@ async def compare(
     length: int,
     pairs: int,
     clocks: GpuClocks,
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds to first and second token, by way; `clocks` is of P's GPU."""
-    firsts: dict[str, list[float]] = {name: [] for name in urls}
-    seconds: dict[str, list[float]] = {name: [] for name in urls}
+) -> dict[str, list[float]]:
+    """Median milliseconds to each of `TOKENS`, by way; `clocks` is of P's GPU."""
+    found: dict[str, list[list[float]]] = {name: [] for name in urls}
     whiles: dict[str, list[tuple[float, float]]] = {name: [] for name in urls}
     ways = list(urls.items())
     for number in range(pairs + 2):
@@ -106,8 +107,7 @@ async def compare(
             if shot.error:
                 raise SystemExit(f"{name}, prompt of {length}: {shot.error}")
             if number >= 2:
-                firsts[name].append(1e3 * shot.after(0))
-                seconds[name].append(1e3 * shot.after(1))
+                found[name].append([1e3 * shot.after(index) for index in range(len(TOKENS))])
                 whiles[name].append((shot.began, shot.times[0]))
     steps = await get_json(session, f"{urls[ALONE]}/debug/steps")
     rows = [dict(zip(steps["columns"], row, strict=True)) for row in steps["rows"]]
@@ -121,10 +121,7 @@ async def compare(
         print(f"  P's steps, {name}: {median(device):.2f} ms ({min(device):.2f}, "
               f"{max(device):.2f}) at {mhz:.0f} MHz, {watts:.0f} W, capped in {capped:.0%} "
               f"of {samples:.0f} samples", flush=True)  # fmt: skip
-    return (
-        {name: median(values) for name, values in firsts.items()},
-        {name: median(values) for name, values in seconds.items()},
-    )
+    return {name: list(map(median, zip(*shots, strict=True))) for name, shots in found.items()}
 
 
 async def load(
@@ -238,14 +235,13 @@ async def measure(
             ways = {ALONE: urls["prefill"], "through P and D": router}
             pairs = PAIRS if args.shape == "8b" else PAIRS // 2
             known = await timelines(session, urls["prefill"], urls["decode"])
-            first, second = await compare(session, ways, model, length, pairs, clocks)
+            found = await compare(session, ways, model, length, pairs, clocks)
             parts = await timelines(session, urls["prefill"], urls["decode"])
-            for name in ways:
-                add(f"TTFT of {length}, {name}, ms", first[name])
-                add(f"second token of {length}, {name}, ms", second[name])
-            add(f"added TTFT at {length}, ms", first["through P and D"] - first[ALONE], theirs)
-            gap = second["through P and D"] - second[ALONE]
-            add(f"added time to second token at {length}, ms", gap, theirs)
+            for name, times in found.items():
+                for token, ms in zip(TOKENS, times, strict=True):
+                    add(f"{token} token of {length}, {name}, ms", ms)
+            for token, alone, both in zip(TOKENS, *found.values(), strict=True):
+                add(f"added time to {token} token at {length}, ms", both - alone, theirs)
             print_parts({name: marks for name, marks in parts.items() if name not in known})
             groups = in_groups(folder, length, args.tensor_parallel_size)
             planned &= await crossed(session, urls, router, model, groups, length)

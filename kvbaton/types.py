@@ -100,13 +100,19 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     top: tuple[TopLogprob, ...] = ()
 
 
-class ChoiceStart(Struct, frozen=True):
-    """What P sampled for one choice: token 0, its log probabilities, and why the choice ended."""
+class SampledToken(Struct, frozen=True):
+    """A token that P sampled, its log probabilities, and why the choice ended with it if it did."""
 
     token: TokenId
     logprobs: TokenLogprobs | None = None
     finish_reason: Name | None = None
     stop_reason: int | str | None = None
+
+
+class ChoiceStart(SampledToken, frozen=True):
+    """Token 0 of a choice, and those that P sampled after it while its KV crossed."""
+
+    more: tuple[SampledToken, ...] = ()
 
 
 class PromptLimits(Struct, frozen=True):

@@ -295,10 +295,20 @@ class KVCache(BlockMemory):
         if len(apart):
             add_sums(sums, data, slots[apart], positions[apart])
 
-    def fetch_kept_sums(self, group: int, blocks: Sequence[int]) -> Tensor:
-        """Start to fetch sums kept with blocks to the host: [blocks, layers, kv, heads]."""
+    def fetch_kept_sums(
+        self, group: int, blocks: Sequence[int], *, stream: torch.cuda.Stream | None = None
+    ) -> Tensor:
+        """Start to fetch sums kept with blocks to the host: [blocks, layers, kv, heads].
+
+        They are read on the current stream, and fetched on another one if `stream` is given.
+        """
         sums = self.group_sums(group).index_select(0, upload_ids(blocks, self.data.device))
-        return fetch(sums.contiguous())
+        if stream is None:
+            return fetch(sums)
+        stream.wait_stream(torch.cuda.current_stream(self.data.device))
+        sums.record_stream(stream)
+        with torch.cuda.stream(stream):
+            return fetch(sums)
 
 
 def _layout_of(whole: KVLayout, number: int, group: KVGroup) -> KVLayout:

@@ -219,14 +219,15 @@ class LoadingRequests(LiveRequests):
 
         Args:
             load: The load, as begun.
-            choices: First tokens sampled by the source, one per choice, after which decoding goes
+            choices: First tokens sampled by the source, per choice, after which decoding goes
                 on. If empty, the sequence returns to the queue and finds its blocks in the cache.
             cached_at_source: Number of prompt tokens that the source had in its prefix cache.
         """
         if not self.is_loading(load):
             return []
         request = load.sequence.request
-        unknown = (choice.token for choice in choices if choice.token >= self.config.vocab_size)
+        sampled = [token for choice in choices for token in (choice, *choice.more)]
+        unknown = (one.token for one in sampled if one.token >= self.config.vocab_size)
         bad = next(unknown, None)
         if choices and len(choices) != request.params.n:
             wrong = f"the source sent {len(choices)} first tokens for n={request.params.n}"
@@ -245,9 +246,9 @@ class LoadingRequests(LiveRequests):
         ends = () if params.ignore_eos else self.config.eos_token_ids
         early = params.min_tokens and load.sequence.num_generated < params.min_tokens
         early = early and any(
-            choice.token in ends or choice.token in params.stop_token_ids for choice in choices
+            one.token in ends or one.token in params.stop_token_ids for one in sampled
         )
-        unscored = params.logprobs is not None and any(c.logprobs is None for c in choices)
+        unscored = params.logprobs is not None and any(one.logprobs is None for one in sampled)
         grammars = self.grammars if params.grammar else None
         unfit = grammars and not all(grammars.fits(load.sequence, c.token) for c in choices)
         if early or unscored or unfit or not choices:
@@ -261,10 +262,13 @@ class LoadingRequests(LiveRequests):
             child.parent = None  # The runner knows no parent: the child is sent with all tokens.
         outputs = []
         for sequence, start in zip(request.sequences, choices, strict=True):
-            # The source may have been asked for one token only: ignore its "length".
-            stops = start.finish_reason == "stop"
-            finish = (start.finish_reason, start.stop_reason) if stops else None
-            outputs.append(self.append(sequence, start.token, start.logprobs, finish))
+            for one in (start, *start.more):
+                if sequence.finish_reason is not None:
+                    break
+                # The source may have been asked for one token only: ignore its "length".
+                stops = one.finish_reason == "stop"
+                finish = (one.finish_reason, one.stop_reason) if stops else None
+                outputs.append(self.append(sequence, one.token, one.logprobs, finish))
         for sequence in tuple(request.sequences):
             if sequence.finish_reason is not None:
                 self.retire(sequence)

@@ -362,6 +362,19 @@ class Scheduler(LoadingRequests):
             masks,
         )
 
+    def extend_source(self, sequence: Sequence) -> bool:
+        """Let a source sample a second token, if it is all that is to be computed."""
+        request, known = sequence.request, len(sequence.tokens)
+        most = min(len(request.prompt) + request.params.max_tokens, self.config.max_model_len)
+        alone = self.running == [sequence] and not self.waiting
+        if not alone or request.params.n > 1 or request.params.grammar or known + 2 > most:
+            return False
+        need = self.blocks.need(sequence.tables, known + 1, start=known)
+        if sequence.pending != 1 or not self.blocks.fits(need):
+            return False
+        request.limit = known + 2
+        return True
+
     # --- admission ---
 
     def _admit_before(self, plan: PlanBuilder, rank: tuple[float, ...] = (math.inf,)) -> bool:

@@ -12,7 +12,6 @@ import time
 from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import Executor as Thread
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -216,12 +215,10 @@ class CpuWorker(ModelWorker):
 
     Args:
         settings: What the worker is made from.
-        steps: Thread in which it runs steps.
     """
 
-    def __init__(self, settings: WorkerSettings, steps: Thread) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         super().__init__(settings)
-        self.steps = steps
         self.digests = ThreadPoolExecutor(1, thread_name_prefix="digest")
 
     def fit(self) -> int:
@@ -264,11 +261,8 @@ class CpuWorker(ModelWorker):
         return Pending.of(replace(result, device_s=time.perf_counter() - began))
 
     def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
-        """See `Worker.sums`; the rank's thread reads them after its steps."""
-        if not in_flight:
-            return Pending.of(self.cache.kept_sums(group, blocks))
-        summed = self.steps.submit(self.cache.kept_sums, group, blocks)
-        return Pending(summed.done, summed.result)
+        """See `Worker.sums`."""
+        return Pending.of(self.cache.kept_sums(group, blocks))
 
     def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> Pending[list[Sums]]:
         """See `Worker.digest`."""
@@ -299,6 +293,6 @@ def cpu_executor(
         collectives = HostCollectives(barrier, rank) if size > 1 else Collectives()
         shard = Shard(rank, size, collectives, config.enable_expert_parallel)
         settings = WorkerSettings(config, model_config, shard, device, max_model_len, track_sums)
-        return CpuWorker(settings, threads[rank])
+        return CpuWorker(settings)
 
     return Executor(WorkerGroup(threads, abort=barrier.abort), make)

@@ -176,7 +176,7 @@ class Complete(TransferMessage, frozen=True, tag="complete", kw_only=True):
         num_tokens: Number of prompt positions with valid KV; for block keys perhaps fewer than D
             named, if P no longer has the others.
         num_writes: Number of writes; they are numbered from 0.
-        choices: Token 0 of each choice; empty for block keys.
+        choices: First tokens of each choice; empty for block keys.
         cached_tokens: Number of prompt tokens that P did not have to compute.
     """
 

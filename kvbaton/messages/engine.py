@@ -104,6 +104,7 @@ class TransferSpec(Struct, frozen=True, kw_only=True):
         attempt: Number of the attempt, chosen by the router; 0 without one.
         peer: For a target, P's control address ``tcp://host:port``.
         peer_node: For a target, P's node id as the router knows it; None if not known.
+        goes_on: For a source: whether it may sample a second token while the prompt's KV crosses.
     """
 
     role: str
@@ -111,6 +112,7 @@ class TransferSpec(Struct, frozen=True, kw_only=True):
     attempt: Count = 0
     peer: Name | None = None
     peer_node: Name | None = None
+    goes_on: bool = False
 
     @property
     def name(self) -> Attempt:

@@ -28,7 +28,15 @@ from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output, TransferSpec
 from kvbaton.server.transfer_params import source_params
-from kvbaton.types import KEY_BYTES, Attempt, BlockSpan, ChoiceStart, NodeId, Spans
+from kvbaton.types import (
+    KEY_BYTES,
+    Attempt,
+    BlockSpan,
+    ChoiceStart,
+    NodeId,
+    SampledToken,
+    Spans,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +60,10 @@ class _Source:
         counted: Per group, the first token that digests count.
         reported: Number of tokens that were reported ready.
         last: Report of the prompt's end, which is sent with its first tokens.
-        first: Token 0 of each choice, as sampled by the current run.
-        told: Token 0 of each choice that the client got, if that is from an earlier run.
+        first: First tokens of each choice, as sampled by the current run.
+        told: First tokens of each choice that the client got, if they are from an earlier run.
+        goes_on: Whether a second token is being sampled, which ends the run.
+        result_at: When the core had the result of the step that sampled token 0.
         cached_tokens: Prompt tokens that the first run did not compute.
     """
 
@@ -67,12 +77,19 @@ class _Source:
     last: events.BlocksReady | None = None
     first: dict[int, ChoiceStart] = field(default_factory=dict)
     told: dict[int, ChoiceStart] = field(default_factory=dict)
+    goes_on: bool = False
+    result_at: float | None = None
     cached_tokens: int = 0
 
     @property
+    def is_first(self) -> bool:
+        """Whether the current run is the client's."""
+        return self.request_id == self.request.request_id
+
+    @property
     def has_first_tokens(self) -> bool:
-        """Whether token 0 of every choice was sampled."""
-        return len(self.first) == self.request.params.n
+        """Whether all that this node samples was sampled."""
+        return len(self.first) == self.request.params.n and not self.goes_on
 
 
 class PartialSums:
@@ -182,25 +199,9 @@ class SourceConnector(KVConnector):
             if source is None:
                 sent.append(output)
                 continue
-            asked_for = source.request_id == source.request.request_id
             if output.token_ids:
-                logprobs = output.logprobs[0] if output.logprobs else None
-                # The source stops after one token: "length" says nothing about the request.
-                reason = None if output.finish_reason == "length" else output.finish_reason
-                source.first[output.choice] = ChoiceStart(
-                    output.token_ids[0], logprobs, reason, output.stop_reason
-                )
-                if asked_for:  # a later run would count what this one left in the cache
-                    source.cached_tokens = output.cached_tokens
-                if source.has_first_tokens:
-                    known = source.told or source.first
-                    choices = tuple(known[i] for i in range(source.request.params.n))
-                    first = events.FirstTokens(
-                        source.attempt, choices, source.cached_tokens, self.scheduler.result_at
-                    )
-                    last, source.last = source.last, None
-                    self.transfers.submit(*(first,) if last is None else (last, first))
-            if asked_for:
+                self._sampled(source, output)
+            if source.is_first:
                 sent.append(self._with_params(output, source))
             if output.finish_reason in ("abort", "error"):
                 reason = output.error or "the prefill request was aborted"
@@ -208,6 +209,30 @@ class SourceConnector(KVConnector):
             elif source.has_first_tokens:
                 self._by_request.pop(output.request_id, None)
         return sent
+
+    def _sampled(self, source: _Source, output: Output) -> None:
+        """Note a token, and report all of them to the transfer thread if it is the last."""
+        logprobs = output.logprobs[0] if output.logprobs else None
+        # The source stops after these tokens: "length" says nothing about the request.
+        reason = None if output.finish_reason == "length" else output.finish_reason
+        token = output.token_ids[0], logprobs, reason, output.stop_reason
+        if (first := source.first.get(output.choice)) is None:
+            source.first[output.choice] = ChoiceStart(*token)
+            source.result_at = self.scheduler.result_at
+        else:
+            more = (*first.more, SampledToken(*token))
+            source.first[output.choice] = msgspec.structs.replace(first, more=more)
+        source.goes_on &= output.finish_reason is None
+        if source.is_first:  # a later run would count what this one left in the cache
+            source.cached_tokens = output.cached_tokens
+        if source.has_first_tokens:
+            known = source.told or source.first
+            choices = tuple(known[i] for i in range(source.request.params.n))
+            ended = events.FirstTokens(
+                source.attempt, choices, source.cached_tokens, source.result_at
+            )
+            last, source.last = source.last, None
+            self.transfers.submit(*(ended,) if last is None else (last, ended))
 
     def _with_params(self, output: Output, source: _Source) -> Output:
         """Add to the last output of a choice where its blocks are."""
@@ -244,6 +269,7 @@ class SourceConnector(KVConnector):
             else:
                 source.last = report
         self._report_in_flight(source, request)
+        self._go_on(source, request.sequences[0])
 
     @override
     def launched(self, step: requests.InFlightStep) -> None:
@@ -251,6 +277,17 @@ class SourceConnector(KVConnector):
             return
         for scheduled in step.scheduled:
             self.progressed(scheduled.sequence.request)  # a cached prefix needs no step
+
+    def _go_on(self, source: _Source, sequence: requests.Sequence) -> None:
+        """Let an idle node sample a second token, while the prompt's KV crosses.
+
+        Its KV may go to the last block of the prompt. So the sums of that block must be read before
+        the next step, as those of a step in flight are.
+        """
+        transfer, done = source.request.transfer, source.reported == source.num_tokens
+        if done and source.attempt in self._in_flight and transfer and transfer.goes_on:
+            if source.is_first and not source.goes_on:
+                source.goes_on = self.scheduler.extend_source(sequence)
 
     def _report_in_flight(self, source: _Source, request: requests.Request) -> None:
         """Report what the newest step computes before it ends, so that writes can be prepared.

@@ -58,10 +58,10 @@ class Decision(Struct, kw_only=True):
         pair_cost_s: Cost of the cheapest pair; None under a policy that does not count in seconds.
         single_cost_s: Cost of the cheapest single node, likewise.
         observed_ttft_s: Observed TTFT; None until there is a token.
-        observed_itl_s: Observed mean ITL from the second token on; None until the end, and for
-            fewer than three tokens.
-        observed_late_s: Of a pair: seconds that the second token came later than a step of the
-            target.
+        observed_itl_s: Observed mean ITL from the target's first token on; None until the end, and
+            for fewer than two tokens from there on.
+        observed_late_s: Of a pair: seconds that the target's first token of its own, the second or
+            third, came later than steps of the target explain.
         regret_s: Seconds that this route cost more than the next best one, judged by the first
             token: how much later it came than predicted, less `margin_s`; 0 if nothing is
             regretted.
@@ -334,14 +334,20 @@ class RouteChooser:
             self._metrics.ttft_error.observe(error)
             self._metrics.ttft_relative_error.observe(error / max(ttft_s, 1e-6))
 
-    def second_token(self, request_id: str, seconds: float) -> None:
-        """Record that the second token came `seconds` after the first."""
+    def handed_over(self, request_id: str, seconds: float, steps: int = 1) -> None:
+        """Record that a target's first token of its own came so long after the request's first one.
+
+        Args:
+            request_id: The request.
+            seconds: Seconds since the first token.
+            steps: Number of tokens since then.
+        """
         known = self._open.get(request_id)
         if known is None:
             return
         route = known.route
         if route.source is not None and route.predicted is not None:
-            late = seconds - route.predicted.step_s
+            late = seconds - steps * route.predicted.step_s
             known.decision.observed_late_s = max(0.0, late)
             unexplained = max(0.0, late - max(known.step_wait_s, route.predicted.wire_s))
             self.policy.costs.handed_over(route.source, route.target, unexplained)

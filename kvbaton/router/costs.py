@@ -394,7 +394,7 @@ class CostModel:
         self._queued_at[request_id] = node.node_id
 
     def handover(self, source: NodeInfo, target: NodeInfo) -> float:
-        """Seconds that second tokens come later than `wire_s` predicts; at least 0."""
+        """Seconds that targets' first tokens come later than `wire_s` predicts; at least 0."""
         known = self._handovers.get((source.node_id, target.node_id))
         return 0.0 if known is None else known.predict(self._clock())
 
@@ -454,7 +454,7 @@ class CostModel:
         self._overhead.observe(node_id, predicted.model_s, ttft_s)
 
     def handed_over(self, source: NodeInfo, target: NodeInfo, late_s: float) -> None:
-        """Record how much later a second token came than wire and steps explain."""
+        """Record how much later a target's first token came than wire and steps explain."""
         known = self._handovers.setdefault((source.node_id, target.node_id), Handovers())
         known.observe(late_s, self._clock())
 

@@ -252,8 +252,9 @@ class _Running:
     """
 
     __slots__ = (
-        "_calls", "_costs", "_first_at", "_identity", "_second_at", "_timer", "_tokens_timed",
-        "dispatcher", "loop", "marks", "read_at", "receiver", "relay", "started_at",
+        "_calls", "_costs", "_decoding_since", "_first_at", "_identity", "_timer", "_to_time",
+        "_tokens_timed", "dispatcher", "loop", "marks", "read_at", "receiver", "relay",
+        "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -277,9 +278,9 @@ class _Running:
         self._costs = dispatcher.chooser.policy.costs
         self._calls: dict[NodeRequest, _NodeCall] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._tokens_timed = 0
+        self._tokens_timed, self._to_time = 0, 2
         self._first_at = 0.0
-        self._second_at: tuple[float, int] | None = None
+        self._decoding_since: tuple[float, int] | None = None
         self._identity = ""
 
     def close(self, outcome: str) -> None:
@@ -290,8 +291,8 @@ class _Running:
         request_id = self.relay.request.request_id
         del self.dispatcher.running[request_id]
         generated, itl_s = self.relay.num_generated, None
-        if outcome == "finished" and self._second_at is not None:
-            since, before = self._second_at
+        if outcome == "finished" and self._decoding_since is not None:
+            since, before = self._decoding_since
             if generated > before:
                 itl_s = (self.loop.time() - since) / (generated - before)
         self.dispatcher.chooser.ended(request_id, generated, itl_s)
@@ -370,7 +371,7 @@ class _Running:
                 case Output():
                     self.receiver.put(self._with_marks(action) if self.marks else action)
                     self._costs.relayed += len(action.token_ids)
-                    for _ in action.token_ids[: 2 - self._tokens_timed]:
+                    for _ in action.token_ids[: self._to_time - self._tokens_timed]:
                         self._time_token()
                 case AskNode(asked):
                     metrics = self.dispatcher.metrics
@@ -412,7 +413,7 @@ class _Running:
         return replace(output, marks=marks)
 
     def _time_token(self) -> None:
-        """Record the time of the first or second token (it may wait for a hand-over)."""
+        """Record the times of the first token, and of the next one that waits for a hand-over."""
         now, request_id = self.loop.time(), self.relay.request.request_id
         self._tokens_timed += 1
         if self._tokens_timed == 1:
@@ -420,10 +421,14 @@ class _Running:
             ttft_s = now - self.started_at
             self.dispatcher.metrics.first_token.observe(ttft_s)
             self.dispatcher.chooser.first_token(request_id, ttft_s)
-        else:
-            self._second_at = now, min(self.relay.num_generated, 2)
-            self.dispatcher.chooser.second_token(request_id, now - self._first_at)
+            return
+        if self._tokens_timed == 2:
             self._costs.begun(self.relay.request.params.n)
+            self._to_time = 1 + max(1, self.relay.from_source)
+        if self._tokens_timed == self._to_time:
+            steps = self._to_time - 1
+            self._decoding_since = now, min(self.relay.num_generated, self._to_time)
+            self.dispatcher.chooser.handed_over(request_id, now - self._first_at, steps)
 
     def tick(self) -> None:
         """Tell the relay the time, and schedule the next tick."""

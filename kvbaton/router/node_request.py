@@ -133,7 +133,7 @@ def node_requests(
     expected = _received_from(route.source, transfer_id, attempt)
     # The TTFT objective is the source's.
     received = replace(request, transfer=expected, ttft_s=0.0)
-    transfer = TransferSpec(role="source", transfer_id=transfer_id, attempt=attempt)
+    transfer = TransferSpec(role="source", transfer_id=transfer_id, attempt=attempt, goes_on=True)
     pushed = replace(prefilled, transfer=transfer)
     load = NodeLoad(sequences=1, tokens=tokens, pending=1, late=int(late))
     prefill = NodeLoad(new, rows=rows, prefill_us=work_us, cached_tokens=tokens - new)

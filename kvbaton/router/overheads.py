@@ -81,14 +81,14 @@ class Overhead:
 
 @dataclass
 class Handovers:
-    """How much later second tokens of one pair's hand-overs came than wires and steps explain."""
+    """How much later a target's first tokens came than wires and steps explain, for one pair."""
 
     late_s: deque[float] = field(default_factory=lambda: deque(maxlen=HANDOVERS))
     median_s: float = 0.0
     at: float = 0.0
 
     def predict(self, now: float) -> float:
-        """Seconds by which the next second token is expected to be late."""
+        """Seconds by which the target's next first token is expected to be late."""
         return self.median_s * math.exp2((self.at - now) / HANDOVER_HALF_S)
 
     def observe(self, late_s: float, now: float) -> None:

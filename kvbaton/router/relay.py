@@ -6,8 +6,8 @@ for it. Items of the prompt may have an *encoder* each. Laws:
 1. The first token relayed for (choice, index) is committed. Every later token for the same place
    is compared: an equal one is dropped, a different one closes the attempt.
 2. Outputs from the nodes of a closed attempt are dropped.
-3. The target decides the end of a choice. The source decides it only if it reported that token 0
-   ends every choice, and the target then sends nothing for `finish_grace_s`, or fails.
+3. The target decides the end of a choice. The source decides it only if it reported that a token
+   of its own ends every choice, and the target then sends nothing for `finish_grace_s`, or fails.
 4. A failed source is the target's business: its node notices the failed hand-over and recomputes.
    A target that fails, falls silent or contradicts committed tokens ends the attempt; the next
    one, on other nodes, continues from the committed tokens.
@@ -99,9 +99,9 @@ class _Choice:
 
     Attributes:
         tokens: Committed tokens.
-        announced: (finish reason, stop reason) that the source gave with token 0, if it did.
-        held: The source's token 0 if it is a stop token. The detokenizer has to know that when it
-            gets the token, so it is held back until the end is certain.
+        announced: (finish reason, stop reason) that the source gave with a token, if it did.
+        held: The source's last token if it is a stop token. The detokenizer has to know that when
+            it gets the token, so it is held back until the end is certain.
         finished: Whether the client has been told the end.
     """
 
@@ -126,6 +126,7 @@ class RequestRelay:
     Attributes:
         attempt: Number of the current attempt.
         done: Whether the request has ended.
+        from_source: Number of a choice's first tokens that came from the source.
         story: What happened, one line per notable event.
     """
 
@@ -134,7 +135,7 @@ class RequestRelay:
         "_first_index", "_heard_at", "_item_ids", "_marks_by", "_may_retry", "_move_by",
         "_moving_to", "_open", "_owes_prompt_logprobs", "_prefilled", "_prompt_logprobs", "_route",
         "_target_spoke", "_timers", "_transfer_id", "_transferred", "_waiting", "attempt", "done",
-        "request", "story",
+        "from_source", "request", "story",
     )  # fmt: skip
 
     def __init__(
@@ -152,6 +153,7 @@ class RequestRelay:
         self.request = request
         self.attempt = -1
         self.done = False
+        self.from_source = 0
         self.story: list[str] = []
         self._route = route
         self._transfer_id = transfer_id
@@ -350,17 +352,19 @@ class RequestRelay:
         actions: list[Action] = []
         if output.prompt_logprobs is not None:  # kept, since this output may be held back
             self._prompt_logprobs = output.prompt_logprobs
-        if not output.token_ids or output.index != self._base:
+        count, index = len(choice.tokens), output.index
+        if not output.token_ids or not self._base <= index <= count:
             return actions
-        if len(choice.tokens) == self._base and output.finish_reason == "stop":
+        if index == count and output.finish_reason == "stop":
             choice.held = output
-        elif len(choice.tokens) == self._base:
+        elif index == count:
             actions = [self._commit(output, output.token_ids[:1], None, None)]
-        elif choice.tokens[self._base] != output.token_ids[0]:
+            self.from_source = index + 1 - self._base
+        elif choice.tokens[index] != output.token_ids[0]:
             return actions  # the target's token was first, and its next ones follow from it
-        # A source stops after one token anyway: "length" means nothing if more are wanted.
-        reason, only = output.finish_reason, self._base + 1 >= self.request.params.max_tokens
-        if reason is not None and (reason != "length" or only):
+        # A source stops after a token or two anyway: "length" means nothing if more are wanted.
+        reason, last = output.finish_reason, index + 1 >= self.request.params.max_tokens
+        if reason is not None and (reason != "length" or last):
             choice.announced = (reason, output.stop_reason)
         if self._confirm_by is None and all(c.finished or c.announced for c in self._choices):
             self._confirm_by = now + self._timers.finish_grace_s
@@ -569,7 +573,7 @@ class RequestRelay:
             if not choice.finished:
                 reason, stop = choice.announced or ("length", None)
                 last = Output(request_id=self.request.request_id, choice=index)
-                if choice.held is not None and len(choice.tokens) == self._base:
+                if choice.held is not None and len(choice.tokens) == choice.held.index:
                     last = choice.held
                 actions.append(self._commit(last, last.token_ids[:1], reason, stop))
         return [*self._end(), *actions, FINISHED]

@@ -162,7 +162,9 @@ class RequestTimeline:
             yield from _known(prefills, ("queue", "scheduled"), ("prefill", "first_token"))
         else:  # the client asked the target, for a prompt that another node prefills
             yield from _known(prefills, ("queue", "loading"), ("reserve", "accepted"), *ARRIVAL)
-        if token == "second_token" and target is not None:
+        if token == "second_token" and "second_token" in prefills.marks:
+            yield from _known(prefills, ("first_decode", "second_token"))
+        elif token == "second_token" and target is not None:
             if prefills is not target:
                 yield from _known(target, *ARRIVAL)
             yield from _known(target, ("first_decode", "second_token"))

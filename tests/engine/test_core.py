@@ -19,7 +19,6 @@ from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.stats import PARTS
 from kvbaton.engine.step import SequenceStep, StepPlan, StepResult
 from kvbaton.engine.step_costs import MIN_STEPS, step_costs, terms_of
-from kvbaton.engine.worker import CpuWorker
 from kvbaton.messages.engine import AddRequest, FromCore, Output
 from kvbaton.server.metrics import families
 from kvbaton.types import NodeId
@@ -98,9 +97,7 @@ def test_connectors_are_heard_while_a_step_runs(core: EngineCore) -> None:
     for _ in range(MIN_STEPS):
         core.step_costs.observe(terms, 100.0)
     listener.expects = True
-    worker = core.executor.workers[0]
-    assert isinstance(worker, CpuWorker)
-    with Hold(worker.steps):
+    with Hold(core.executor.group.threads[0]):
         core.turn()
         assert len(core.in_flight) == 1, "it went on without the step's result"
         assert 0 < core.patience() < 1

@@ -150,7 +150,9 @@ def test_both_sides_start_at_once_with_their_parts() -> None:
     bench = Bench(request()).start()
     source, target = bench.started
     assert (target.node, source.node) == (D0, P)
-    assert source.request.transfer == TransferSpec(role="source", transfer_id=TRANSFER, attempt=0)
+    assert source.request.transfer == TransferSpec(
+        role="source", transfer_id=TRANSFER, attempt=0, goes_on=True
+    )
     assert target.request.transfer == TransferSpec(
         role="target",
         transfer_id=TRANSFER,
@@ -172,6 +174,38 @@ def test_the_first_token_comes_from_the_source_and_the_rest_from_the_target() ->
     assert bench.tokens() == [10, 11, 12]
     assert bench.emitted[-1].finish_reason == "length"
     assert (bench.emitted[-1].cached_tokens, bench.emitted[-1].transferred_tokens) == (2, 3)
+    assert isinstance(bench.end, Finished)
+
+
+def test_a_second_token_of_the_source_is_relayed_too() -> None:
+    bench = Bench(request(max_tokens=3)).start()
+    bench.say("source", 0, 10)
+    bench.say("source", 1, 11, finish_reason="length")
+    assert bench.tokens() == [10, 11]
+    bench.say("target", 0, 10)
+    bench.say("target", 1, 11)
+    bench.say("target", 2, 12, finish_reason="length")
+    assert bench.tokens() == [10, 11, 12]
+    assert [output.finish_reason for output in bench.emitted] == [None, None, "length"]
+    assert isinstance(bench.end, Finished)
+
+
+def test_a_target_that_fails_is_resumed_from_both_tokens_of_its_source() -> None:
+    bench = Bench(request()).start()
+    bench.say("source", 0, 10)
+    bench.say("source", 1, 11, finish_reason="length")
+    bench.fail("target")
+    again = [asked for asked in bench.started if asked.attempt == 1]
+    assert [asked.request.resume_ids for asked in again] == [(10, 11)] * len(again)
+
+
+def test_a_second_token_that_differs_from_the_targets_is_dropped() -> None:
+    bench = Bench(request(max_tokens=3)).start()
+    bench.say("target", 0, 10, 11)
+    bench.say("source", 0, 10)
+    bench.say("source", 1, 99, finish_reason="stop")
+    bench.say("target", 2, 12, finish_reason="length")
+    assert bench.tokens() == [10, 11, 12]
     assert isinstance(bench.end, Finished)
 
 
@@ -341,14 +375,22 @@ def test_an_end_at_token_0_waits_for_the_target_but_not_for_long(
     assert bench.tokens() == [10]
 
 
-def test_a_stop_token_comes_together_with_its_reason() -> None:
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_stop_token_comes_together_with_its_reason(place: int) -> None:
     """Else its text would be shown before it is known to be none."""
-    bench = Bench(request()).start()
-    bench.say("source", 0, 10, finish_reason="stop", stop_reason=10)
-    bench.say("target", 0, 10, finish_reason="stop", stop_reason=10)
-    (only,) = bench.emitted
-    assert (only.token_ids, only.finish_reason, only.stop_reason) == ((10,), "stop", 10)
-    assert isinstance(bench.end, Finished)
+    for silent in (False, True):
+        bench = Bench(request()).start()
+        for side in ["source"] + ["target"] * (not silent):
+            for index in range(place):
+                bench.say(side, index, 9)
+            bench.say(side, place, 10, finish_reason="stop", stop_reason=10)
+            assert silent or side == "target" or len(bench.emitted) == place
+        if silent:
+            bench.wait(2.1)
+        assert bench.tokens() == [9] * place + [10]
+        last = bench.emitted[-1]
+        assert (last.token_ids, last.finish_reason, last.stop_reason) == ((10,), "stop", 10)
+        assert isinstance(bench.end, Finished)
 
 
 def test_a_target_that_dies_after_an_announced_end_costs_no_retry() -> None:
@@ -560,18 +602,18 @@ class World:
 
     def source(self, base: int, data: st.DataObject) -> list[Output | str]:
         script: list[Output | str] = []
+        goes_on = len(self.stops) == 1 and data.draw(st.booleans(), label="goes on")
         for choice in range(len(self.stops)):
-            if base < self.length(choice):
-                last = base + 1 >= self.length(choice)
+            for index in range(base, min(base + 1 + goes_on, self.length(choice))):
+                last, over = index + 1 >= self.length(choice), index == base + goes_on
                 reason = self.reason(choice) if last else "length"
-                token = (truth(choice, base),)
                 script.append(
                     Output(
                         request_id="x",
                         choice=choice,
-                        index=base,
-                        token_ids=token,
-                        finish_reason=reason,
+                        index=index,
+                        token_ids=(truth(choice, index),),
+                        finish_reason=reason if last or over else None,
                     )
                 )
         return [*script, "end"]

@@ -94,7 +94,7 @@ async def test_what_the_target_computes_is_no_part_of_a_handover(make_rig: MakeR
         assert (route.source, route.target) == (p, d)
         rig.dispatcher.loads.change("d0", IDLE, busy)
         chooser.first_token(name, 0.1)
-        chooser.second_token(name, 0.25)
+        chooser.handed_over(name, 0.25)
         rig.dispatcher.loads.change("d0", busy, IDLE)
         return costs.handover(p, d)
 

@@ -62,6 +62,13 @@ def test_a_hand_over() -> None:
     assert [stage.paths for stage in responses] == [("first_token",), ("second_token",)]
 
 
+def test_a_second_token_of_the_source_waits_for_no_hand_over() -> None:
+    source = [*SOURCE, *marks_of("source", second_token=101.6)]
+    path = lengths(timeline_of(*source, *TARGET).path("second_token"))
+    first = {"tokenize": 0.1, "route": 0.1, "queue": 0.5, "prefill": 0.8}
+    assert path == {**first, "first_decode": 0.1, "respond": 1.4}
+
+
 def test_a_hand_over_that_failed_is_computed_anew() -> None:
     path = timeline_of(*SOURCE, *FAILED).path("second_token")
     assert [stage.name for stage in path[4:]] == ["wire", "recompute", "first_decode", "respond"]

@@ -348,7 +348,7 @@ class Node:
     @contextmanager
     def held_step(self) -> Iterator[Hold]:
         """Hold the step that the core launches next until the end of the block."""
-        with Hold(self.worker.steps) as hold:
+        with Hold(self.core.executor.group.threads[0]) as hold:
             yield hold
 
     @contextmanager

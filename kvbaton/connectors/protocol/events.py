@@ -129,7 +129,7 @@ class BlocksReady(AboutAttempt, SourceEvent, frozen=True):
 
 
 class FirstTokens(AboutAttempt, SourceEvent, frozen=True):
-    """P sampled token 0 of every choice; all blocks of the prompt have been reported ready.
+    """P sampled each choice's first tokens; all blocks of the prompt have been reported ready.
 
     For a transfer by block keys there are no choices, and the blocks reported ready are all that P
     holds.
@@ -441,7 +441,7 @@ class Deliver(AboutAttempt, Action, frozen=True):
     """All bytes have landed and are verified: the engine may use the blocks. Ends the attempt.
 
     Attributes:
-        choices: Token 0 of each choice; empty for a transfer by block keys.
+        choices: First tokens of each choice; empty for a transfer by block keys.
         cached_tokens: Prompt tokens that were prefix hits on P.
         num_tokens: Tokens that arrived; for a transfer by block keys maybe fewer than wanted.
         times: When it was accepted, its first and last bytes landed, and all were verified.

@@ -1,8 +1,8 @@
 """A worker on a CUDA device of this process.
 
 Steps run in order on the device's default stream. Sums are read and digests computed on their own
-streams, beside the steps. The blocks concerned are final when the call is made, or, for sums of
-steps in flight, after an event of the default stream that those streams wait for.
+streams, beside the steps. The blocks concerned are final when the call is made; sums of steps in
+flight are read on the default stream, and fetched on another.
 """
 
 from __future__ import annotations
@@ -156,13 +156,17 @@ class CudaWorker(ModelWorker):
 
     def sums(self, group: int, blocks: Sequence[int], *, in_flight: bool = False) -> Pending[Sums]:
         """See `Worker.sums`."""
-        stream = self._sums_stream
-        if in_flight:  # a stream of its own, so that sums of final blocks wait for no step
-            stream = self._later_sums_stream
-            stream.wait_stream(torch.cuda.default_stream(self.settings.device))
-        with torch.cuda.stream(stream), torch.inference_mode():
-            sums = self.cache.fetch_kept_sums(group, blocks)
-            return enqueued(lambda: unsigned(sums))
+        with torch.inference_mode():
+            if in_flight:
+                # Read between two steps, as the next one may write to the last block. Fetched on a
+                # stream of its own, so that sums of final blocks wait for no step.
+                stream = self._later_sums_stream
+                sums = self.cache.fetch_kept_sums(group, blocks, stream=stream)
+            else:
+                stream = self._sums_stream
+                with torch.cuda.stream(stream):
+                    sums = self.cache.fetch_kept_sums(group, blocks)
+        return enqueued(lambda: unsigned(sums), stream=stream)
 
     def digest(self, ranges: Sequence[BlockRange], *, keep: bool = False) -> Pending[list[Sums]]:
         """See `Worker.digest`; kept sums are in place once the result is ready."""
