@@ -367,7 +367,7 @@ class Scheduler(LoadingRequests):
         request, known = sequence.request, len(sequence.tokens)
         most = min(len(request.prompt) + request.params.max_tokens, self.config.max_model_len)
         alone = self.running == [sequence] and not self.waiting
-        if not alone or request.params.n > 1 or request.params.grammar or known + 2 > most:
+        if not alone or request.params.grammar or known + 2 > most:
             return False
         need = self.blocks.need(sequence.tables, known + 1, start=known)
         if sequence.pending != 1 or not self.blocks.fits(need):

@@ -353,7 +353,7 @@ class RequestRelay:
         if output.prompt_logprobs is not None:  # kept, since this output may be held back
             self._prompt_logprobs = output.prompt_logprobs
         count, index = len(choice.tokens), output.index
-        if not output.token_ids or not self._base <= index <= count:
+        if not output.token_ids or index > count:
             return actions
         if index == count and output.finish_reason == "stop":
             choice.held = output

@@ -239,7 +239,7 @@ def test_the_node_that_decodes_goes_on_where_the_first_token_led(
     pair = make_pair()
     for i in range(2):
         params = FREE | {"seed": i, "grammar": json_grammar(), "n": 1 + i % 2}
-        at_p, at_d = pair.hand_over(prompt_of(20 + i), **params)
+        at_p, at_d = pair.hand_over(prompt_of(20 + i), goes_on=True, **params)
         for text in text_of(at_d):
             check_json(text)
         alone = nodes().generate(prompt_of(20 + i), **params)

@@ -18,7 +18,7 @@ from kvbaton.engine.request import Request, Sequence, SequenceState
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest
-from kvbaton.types import Attempt, ChoiceStart, Spans
+from kvbaton.types import Attempt, ChoiceStart, SampledToken, Spans
 from tests.support.toy_engine import (
     CHUNK,
     FULL,
@@ -201,6 +201,40 @@ def test_the_sources_finish_reason_is_respected_and_its_limit_is_ours():
     theirs = ChoiceStart(9, finish_reason="length")  # a proxy asks a source for one token
     (output,) = loop.emit(loop.loaded("c", [theirs], 0))
     assert output.finish_reason is None
+
+
+def test_all_tokens_of_the_source_are_taken_and_computed():
+    request = ask("a", prompt(8), max_tokens=6, transfer=target(1))
+    first, second, *_ = Loop().expected_of(request)[0]
+    loop = Loop(debug_forbid_prompt_compute=True)
+    admitted = load(loop, request)
+    loop.ranks.receive(admitted.spans, known(request), admitted.num_tokens)
+    outputs = loop.loaded("a", [ChoiceStart(first, more=(SampledToken(second),))], 0)
+    assert [output.token_ids for output in loop.emit(outputs)] == [(first,), (second,)]
+    loop.run()
+    loop.check_stream("a")
+    assert loop.plans[0].num_tokens == 2
+
+
+def test_nothing_follows_a_token_of_the_source_that_ends_the_text():
+    loop = Loop()
+    load(loop, ask("a", prompt(5), transfer=target(1)))
+    stop = ChoiceStart(9, None, "stop", 9, more=(SampledToken(1),))
+    (output,) = loop.emit(loop.loaded("a", [stop], 0))
+    assert (output.token_ids, output.finish_reason) == ((9,), "stop")
+
+
+@pytest.mark.parametrize("token", [3, 1 << 30], ids=["ends the text too early", "unknown"])
+def test_a_wrong_second_token_of_the_source_is_sampled_anew(token: int):
+    loop = Loop()
+    request = ask("a", prompt(8), transfer=target(1), min_tokens=3, stop_token_ids=(3,))
+    admitted = load(loop, request)
+    loop.ranks.receive(admitted.spans, known(request), admitted.num_tokens)
+    first = starts(loop, request)[0].token
+    assert loop.loaded("a", [ChoiceStart(first, more=(SampledToken(token),))], 0) == []
+    loop.unquarantine(attempt_of(admitted))
+    loop.run()
+    loop.check_stream("a")
 
 
 def test_blocks_are_in_the_prefix_cache_only_once_they_are_verified():

@@ -61,7 +61,13 @@ def test_tokens_are_those_of_transformers(
 
 def test_choices_go_on_from_one_state(folder: Path) -> None:
     pair = Pair(folder)
-    params = {"n": 3, "seed": 5, "temperature": 1.0, "max_tokens": 10, "ignore_eos": True}
+    params: dict[str, Any] = {
+        "n": 3,
+        "seed": 5,
+        "temperature": 1.0,
+        "max_tokens": 10,
+        "ignore_eos": True,
+    }
     try:
         prompt = prompt_of(30)
         _, at_d = pair.hand_over(prompt, **params)

@@ -186,6 +186,7 @@ def test_a_second_token_of_the_source_is_relayed_too() -> None:
     bench.say("target", 1, 11)
     bench.say("target", 2, 12, finish_reason="length")
     assert bench.tokens() == [10, 11, 12]
+    assert bench.relay.from_source == 2
     assert [output.finish_reason for output in bench.emitted] == [None, None, "length"]
     assert isinstance(bench.end, Finished)
 
@@ -359,20 +360,24 @@ def test_busy_nodes_are_passed_on_as_busy() -> None:
     assert (bench.error().status, bench.error().code) == (429, "queue_full")
 
 
+@pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize(("max_tokens", "reason"), [(1, "length"), (5, "stop")])
-def test_an_end_at_token_0_waits_for_the_target_but_not_for_long(
-    max_tokens: int, reason: str
+def test_an_end_by_the_source_waits_for_the_target_but_not_for_long(
+    max_tokens: int, reason: str, place: int
 ) -> None:
-    bench = Bench(request(max_tokens=max_tokens)).start()
-    bench.say("source", 0, 10, finish_reason=reason, stop_reason=10)
-    assert [output.finish_reason for output in bench.emitted] == ([None] * (reason == "length"))
+    bench = Bench(request(max_tokens=place + max_tokens)).start()
+    for index in range(place):
+        bench.say("source", index, 9)
+    bench.say("source", place, 10, finish_reason=reason, stop_reason=10)
+    shown = place + (reason == "length")
+    assert [output.finish_reason for output in bench.emitted] == [None] * shown
     bench.wait(1.9)
     assert bench.end is None
     assert bench.relay.next_deadline() == pytest.approx(bench.now + 0.1)
     bench.wait(0.2)
     assert isinstance(bench.end, Finished)
     assert (bench.emitted[-1].finish_reason, bench.emitted[-1].stop_reason) == (reason, 10)
-    assert bench.tokens() == [10]
+    assert bench.tokens() == [9] * place + [10]
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -103,6 +103,28 @@ async def test_what_the_target_computes_is_no_part_of_a_handover(make_rig: MakeR
     assert handed_over("second", IDLE) == pytest.approx(0.249 / 2, rel=0.01), "the median of two"
 
 
+@pytest.mark.parametrize("from_source", [1, 2])
+async def test_a_hand_over_is_judged_by_the_targets_first_token(
+    make_rig: MakeRig, from_source: int
+) -> None:
+    """The source's second token does not wait for it."""
+    rig = await make_rig(dispatch=DispatchConfig(policy="least-loaded"))
+    measured(rig)
+    p, d = rig.nodes["p0"], rig.nodes["d0"]
+    p.goes_on, d.pause = from_source == 2, 0.02
+    d.gate.clear()
+    asked = asyncio.create_task(complete(rig))
+    await asyncio.wait_for(asyncio.gather(p.arrived.wait(), d.arrived.wait()), PATIENCE_S)
+    (relay,) = (running.relay for running in rig.dispatcher.running.values())
+    await eventually(lambda: relay.num_tokens == from_source)
+    (decision,) = rig.app[CHOOSER].decisions
+    assert decision.observed_late_s is None
+    d.gate.set()
+    assert (await asked).status == 200
+    assert decision.observed_late_s is not None
+    assert decision.observed_itl_s == pytest.approx(0.02, rel=0.9)
+
+
 async def test_a_request_goes_where_its_prefix_is(make_rig: MakeRig) -> None:
     rig = await make_rig(prefill=2, dispatch=DispatchConfig(policy="prefix-aware"))
     measured(rig)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.build import ConnectorFactory
@@ -90,10 +91,24 @@ class Pair:
         )
         return of_p, of_d
 
-    def hand_over(self, prompt: Sequence[int], **params: Any) -> tuple[Call, Call]:
-        """Send a prompt to both at once; returns P's and D's call."""
+    def hand_over(
+        self, prompt: Sequence[int], *, goes_on: bool = False, **params: Any
+    ) -> tuple[Call, Call]:
+        """Send a prompt to both at once; returns P's and D's call.
+
+        With `goes_on`, P may sample a second token, and gets the request after D's reservation.
+        """
         of_p, of_d = self.requests(prompt, **params)
-        return self.p.add(of_p), self.d.add(of_d)
+        if not goes_on:
+            return self.p.add(of_p), self.d.add(of_d)
+        transfer, sender = of_p.transfer, self.p.transfers.sender
+        assert transfer is not None
+        assert sender is not None
+        at_d, live = self.d.add(of_d), sender.source.live
+        until(
+            lambda: self.p.transfers.inspect(lambda: transfer.name in live), "P has the reservation"
+        )
+        return self.p.add(replace(of_p, transfer=replace(transfer, goes_on=True))), at_d
 
     def hand_over_to_d(self, prompt: Sequence[int], **params: Any) -> Call:
         """Send a prompt to D alone, as the target of a hand-over by P."""

@@ -48,6 +48,7 @@ class StandIn:
         die_after: Number of outputs after which its engine dies.
         shift: Added to every token of first attempts, so that the node disagrees with others.
         pause: Seconds between outputs.
+        goes_on: Whether it samples a second token as a source.
         body: Body of the error.
         headers: Headers of HTTP requests, in lower case.
         friend: The only ``Authorization`` for which it resets its prefix cache.
@@ -66,6 +67,7 @@ class StandIn:
     die_after: int | None = None
     shift: int = 0
     pause: float = 0.0
+    goes_on: bool = False
     healthy: bool = True
     runner: web.AppRunner | None = None
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -132,12 +134,12 @@ class StandIn:
             await asyncio.sleep(self.pause)
 
     def outputs(self, add: AddRequest) -> list[Output]:
-        """One token per output; a source stops after its first."""
+        """One token per output; a source stops after its first or second."""
         role = None if add.transfer is None else add.transfer.role
         source = role == "source"
         shift = self.shift if add.transfer is None or not add.transfer.attempt else 0
         base, limit = len(add.resume_ids), add.params.max_tokens
-        end = base + 1 if source else limit
+        end = base + 1 + self.goes_on if source else limit
         return [
             Output(
                 request_id=add.request_id,
