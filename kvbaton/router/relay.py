@@ -352,18 +352,20 @@ class RequestRelay:
         actions: list[Action] = []
         if output.prompt_logprobs is not None:  # kept, since this output may be held back
             self._prompt_logprobs = output.prompt_logprobs
-        count, index = len(choice.tokens), output.index
-        if not output.token_ids or index > count:
+        count, end = len(choice.tokens), output.index + len(output.token_ids)
+        if not output.token_ids or output.index > count:
             return actions
-        if index == count and output.finish_reason == "stop":
-            choice.held = output
-        elif index == count:
-            actions = [self._commit(output, output.token_ids[:1], None, None)]
-            self.from_source = index + 1 - self._base
-        elif choice.tokens[index] != output.token_ids[0]:
-            return actions  # the target's token was first, and its next ones follow from it
+        known, reason = choice.tokens[output.index :], output.finish_reason
+        if any(a != b for a, b in zip(known, output.token_ids, strict=False)):
+            return actions  # the target's tokens were first, and its next ones follow from them
+        new = output.token_ids[len(known) :]
+        if new and reason == "stop":
+            choice.held, new = output, new[:-1]
+        if new:
+            actions = [self._commit(output, new, None, None)]
+            self.from_source = count + len(new) - self._base
         # A source stops after a token or two anyway: "length" means nothing if more are wanted.
-        reason, last = output.finish_reason, index + 1 >= self.request.params.max_tokens
+        last = end >= self.request.params.max_tokens
         if reason is not None and (reason != "length" or last):
             choice.announced = (reason, output.stop_reason)
         if self._confirm_by is None and all(c.finished or c.announced for c in self._choices):
@@ -573,9 +575,10 @@ class RequestRelay:
             if not choice.finished:
                 reason, stop = choice.announced or ("length", None)
                 last = Output(request_id=self.request.request_id, choice=index)
-                if choice.held is not None and len(choice.tokens) == choice.held.index:
+                if choice.held is not None and len(choice.tokens) >= choice.held.index:
                     last = choice.held
-                actions.append(self._commit(last, last.token_ids[:1], reason, stop))
+                new = last.token_ids[len(choice.tokens) - last.index :]
+                actions.append(self._commit(last, new, reason, stop))
         return [*self._end(), *actions, FINISHED]
 
     def fail(self, error: RequestError) -> list[Action]:

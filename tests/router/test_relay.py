@@ -191,6 +191,21 @@ def test_a_second_token_of_the_source_is_relayed_too() -> None:
     assert isinstance(bench.end, Finished)
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_both_tokens_of_the_source_may_come_at_once(silent: bool) -> None:
+    """As they do if the router was busy."""
+    bench = Bench(request()).start()
+    bench.say("source", 0, 10, 11, finish_reason="stop", stop_reason=11)
+    assert bench.tokens() == [10]
+    if silent:
+        bench.wait(2.1)
+    else:
+        bench.say("target", 0, 10, 11, finish_reason="stop", stop_reason=11)
+    assert bench.tokens() == [10, 11]
+    assert bench.emitted[-1].token_ids == (11,)
+    assert isinstance(bench.end, Finished)
+
+
 def test_a_target_that_fails_is_resumed_from_both_tokens_of_its_source() -> None:
     bench = Bench(request()).start()
     bench.say("source", 0, 10)
