@@ -233,6 +233,8 @@ class SourceConnector(KVConnector):
             )
             last, source.last = source.last, None
             self.transfers.submit(*(ended,) if last is None else (last, ended))
+        else:
+            self.transfers.submit()  # only wakes the thread: the sums of the last blocks are there
 
     def _with_params(self, output: Output, source: _Source) -> Output:
         """Add to the last output of a choice where its blocks are."""

@@ -243,6 +243,41 @@ def test_penalties_are_part_of_the_step(
         assert other.tokens[handle] == text[: len(other.tokens[handle])]
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss", "gemma3"])
+def test_two_known_tokens_are_computed_like_decoding_ones(
+    family: str, checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a target does whose source has sampled two, beside others, at any place in a block."""
+    drivers = both_runners(checkpoint(family=family), drive, num_blocks=1024)
+    for which, params in enumerate(PARAMS):
+        for length in (2, 17, 18, 33):
+            found = []
+            for driver in drivers:
+                beside = driver.add(PROMPTS[0], PARAMS[which - 1])
+                driver.step((beside, driver.left(beside), 1))
+                handle = driver.add(PROMPTS[2][:length], params)
+                if length > 2:
+                    driver.step((handle, length - 2, 0))
+                if driver is drivers[1]:
+                    with monkeypatch.context() as patch:
+                        patch.setattr(driver.executor.runner, "_mixed", None)
+                        driver.step((beside, 1, 1), (handle, 2, 1))
+                else:
+                    driver.step((beside, 1, 1), (handle, 2, 1))
+                for _ in range(3):
+                    driver.step((beside, 1, 1), (handle, 1, 1))
+                found.append((driver.tokens[beside], driver.tokens[handle]))
+            assert found[0] == found[1]
+            cache, runner = drivers[1].executor.cache, drivers[1].executor.runner
+            (row,) = [runner.sequences._row[handle]]
+            known = drivers[1].tokens[handle]
+            assert runner.sequences.tokens[row, : len(known)].tolist() == known
+            if all(group.window is None for group in cache.groups):
+                table, end = drivers[1].tables[handle], drivers[1].computed[handle]
+                (again,) = cache.fetch_digest([BlockRange(0, table, 0, 0, end)])
+                assert torch.equal(cache.fetch_kept_sums(0, table), again)
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
 def test_tokens_that_pad_a_step_change_nothing(
     family: str, checkpoint: Callable[..., Path], drive: Any

@@ -338,7 +338,7 @@ def test_whole_steps_of_prompts_give_what_eager_ones_do(
 def test_sums_asked_for_during_a_step_are_those_after_it(
     checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are read on a stream of their own, which waits for the step."""
+    """They are fetched on a stream of their own, which waits for the step."""
     driver = drive(checkpoint(**MODELS["llama"]), dtype="bfloat16", **GPU)
     handle = driver.add(random_tokens(np.random.default_rng(6), 200))
     asked, launch = [], driver.executor.launch
@@ -357,6 +357,29 @@ def test_sums_asked_for_during_a_step_are_those_after_it(
         blocks, length = driver.tables[handle], driver.computed[handle]
         again = driver.wait(digest_of(driver.executor, 0, blocks, 0, 0, length))
         assert (kept == again).all()
+
+
+def test_sums_of_a_step_in_flight_are_without_the_next_step(
+    checkpoint: Callable[..., Path], drive: Any
+) -> None:
+    """A source may go on in the last block of a prompt before the sums are fetched."""
+    from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
+
+    driver = drive(checkpoint(**MODELS["llama"]), **GPU)
+    executor, prompt = driver.executor, random_tokens(np.random.default_rng(5), 20)
+    new = (NewSequence(1, array("I", prompt), 20, 0, SamplingParams(temperature=0.0)),)
+    first = executor.launch(StepPlan(1, new=new, steps=(SequenceStep(1, 0, 20, ((1, 2),), 1),)))
+    with torch.cuda.stream(executor.workers[0]._later_sums_stream):
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # cycles: 0.1 s
+    asked = executor.sums(0, [1, 2], in_flight=True)
+    second = executor.launch(StepPlan(2, steps=(SequenceStep(1, 20, 1, ((),), 1),)))
+    first.result()
+    second.result()
+    assert asked.poll() is None, "they were not to be fetched before the second step"
+    kept = driver.wait(asked)
+    for count in (20, 21):
+        again = driver.wait(digest_of(executor, 0, [1, 2], 0, 0, count))
+        assert bool((kept == again).all()) == (count == 20)
 
 
 def test_two_steps_in_flight(checkpoint: Callable[..., Path], reference: Any, drive: Any) -> None:

@@ -1,10 +1,11 @@
 """One rank's work of a step on a CUDA device: enqueued, never waited for.
 
-A step in which all sequences decode, with or without drafts, replays a CUDA graph. The graph reads
-its inputs from a fixed buffer, reads the last sampled token from the device, and leaves the next
-one there. A step with prompts and few tokens replays one graph, or one between every two
-attentions; other steps are enqueued kernel by kernel. Features that few requests use (masks,
-biases, logprobs) are computed by torch afterwards, from the logits.
+A step in which all sequences decode, with or without drafts, replays a CUDA graph, also if some
+have two known tokens to compute. The graph reads its inputs from a fixed buffer, reads the last
+sampled token from the device, and leaves the next one there. A step with prompts and few tokens
+replays one graph, or one between every two attentions; other steps are enqueued kernel by kernel.
+Features that few requests use (masks, biases, logprobs) are computed by torch afterwards, from the
+logits.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.runner import Ints, Runner, StepOutput
 from kvbaton.engine.sampler import sampling_from
 from kvbaton.engine.state_blocks import StateBatch
-from kvbaton.engine.upload import upload
+from kvbaton.engine.upload import upload, upload_ids
 from kvbaton.kernels.prefill_attention import PrefillBatch
 from kvbaton.kernels.sample_tokens import sample_tokens
+
+MOST_KNOWN = 2
+"""Maximum number of known tokens that a sequence computes in a decode graph, each as a row of its
+own: as many as a source samples before its target goes on."""
 
 SHORT_CONTEXT = 2048
 """Context in tokens below which tables are cut: the prefill kernel then takes smaller tiles."""
@@ -98,7 +103,8 @@ class CudaRunner(Runner):
         # An image that ends with its prompt's last token can't be an input of a decode graph.
         images = self.sequences.with_items and any(step.items for step in output.steps)
         columns = output.columns
-        if not images and (columns.counts == 1).all() and (columns.samples == 1).all():
+        most = 1 if self.cache.states is not None else MOST_KNOWN
+        if not images and (columns.counts <= most).all() and (columns.samples == 1).all():
             self._decode(output, rows)
         else:
             self._mixed(output, rows)
@@ -106,24 +112,33 @@ class CudaRunner(Runner):
     # --- all sequences decode ---
 
     def _decode(self, output: StepOutput, rows: Ints) -> None:
-        starts = output.columns.starts
-        assert (starts < self.sequences.lengths[rows]).all(), "a step is ahead of its tokens"
-        self._places(rows, starts)
-        columns = self._columns(rows, starts)
-        if self.graphs is not None and len(rows) <= self.graphs.sizes[-1]:
+        starts, counts = output.columns.starts, output.columns.counts
+        known, ends = starts + counts, np.cumsum(counts)
+        assert (known <= self.sequences.lengths[rows]).all(), "a step is ahead of its tokens"
+        of, at, kept = rows, starts, None
+        if len(rows) < ends[-1]:  # one row per token; the graph writes a sample behind each
+            of, at = np.repeat(rows, counts), np.arange(ends[-1]) + np.repeat(known - ends, counts)
+            earlier = np.delete(np.arange(ends[-1]), ends - 1)
+            kept = upload([of[earlier], at[earlier] + 1], self.device)
+            known_tokens = self.sequences.tokens[tuple(kept)]
+        self._places(of, at)
+        columns = self._columns(of, at)
+        if self.graphs is not None and len(of) <= self.graphs.sizes[-1]:
             hidden, tokens = self.graphs.run(columns)
         else:
             (inputs,) = upload([columns], self.device)
             hidden, tokens = self._decode_step(inputs.view(columns.shape))
+        if kept is not None:
+            self.sequences.tokens[tuple(kept)] = known_tokens
         if self.sequences.plain[rows].all():
             output.logprob_counts = [None] * len(rows)
-            output.tokens = tokens
-            self.sequences.lengths[rows] = starts + 2
+            output.tokens = tokens if kept is None else tokens[upload_ids(ends - 1, self.device)]
+            self.sequences.lengths[rows] = known + 1
         else:
             if output.drafted:  # the graph has overwritten the drafts with its samples
                 self.sequences.put_drafts(output.plan.steps)
-            self._report_prompts(output, rows, hidden, np.arange(1, len(rows) + 1))
-            self._sample(output, rows, starts + 1, hidden, np.arange(1, len(rows) + 1))
+            self._report_prompts(output, rows, hidden, ends)
+            self._sample(output, rows, known, hidden, ends)
 
     def _columns(self, rows: Ints, positions: Ints) -> Ints:
         """Inputs of `_decode_step`: [5 + WORDS, sequences] int64."""
