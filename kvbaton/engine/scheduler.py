@@ -255,6 +255,9 @@ class Scheduler(LoadingRequests):
             return False
         need = self._need(sequence, end)
         while not self.blocks.fits(need):
+            if sequence.shares_tail and self.blocks.owns(sequence.tables, sequence.num_scheduled):
+                sequence.shares_tail = False  # the others have ended, or were preempted
+                return self._secure(plan, sequence, end)
             victims = [one for one in self.running if not one.request.source]
             if self.blocks.fits_soon(need) or not victims or plan.holds(last := victims[-1]):
                 return False
