@@ -393,7 +393,7 @@ class EngineCore:
     def shut_down(self, message: messages.Shutdown) -> None:
         """Finish running requests within the grace period, then leave the loop."""
         self.draining = True
-        self._stop_at = time.monotonic() + message.grace_s
+        self._stop_at = min(self._stop_at, time.monotonic() + message.grace_s)
 
     # --- what goes out ---
 

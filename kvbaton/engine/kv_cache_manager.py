@@ -171,6 +171,18 @@ class KVCacheManager:
                 need += copy_at // group.block_size < len(table)
         return need
 
+    def owns(self, tables: Tables, position: int) -> bool:
+        """Whether the existing blocks of a position belong to these `tables` alone.
+
+        Then it may be written without a private copy.
+        """
+        pool, mine = self.pool, True
+        for group, table in zip(self.groups, tables, strict=True):
+            for block in table[position // group.block_size :][:1]:
+                others = pool.refs[block] > 1 or pool.outgoing[block] or pool.keyed[block]
+                mine = mine and (group.kind is GroupKind.STATE or not others)
+        return mine
+
     def covers(self, tables: Tables, num_tokens: int) -> bool:
         """Whether `tables` have blocks for `num_tokens` tokens."""
         for group, table in zip(self.groups, tables, strict=True):

@@ -162,7 +162,7 @@ class EngineProcess(EngineClient):
         self.local_address = f"ipc://{self._folder.path}/engine"
         self._reports, self._child_end = multiprocessing.get_context("spawn").Pipe(duplex=False)
         self._first_report: asyncio.Future[Ready] = self._loop.create_future()
-        self._closing = False
+        self._closing = self._closed = False
         self._exited = asyncio.Event()
 
     @classmethod
@@ -261,8 +261,12 @@ class EngineProcess(EngineClient):
             await asyncio.wait_for(self._exited.wait(), timeout_s)
 
     async def shutdown(self, grace_s: float = 5.0) -> None:
-        """Let requests finish for `grace_s` seconds, then end the core. Idempotent."""
-        if self._closing:
+        """Let requests finish for `grace_s` seconds, then end the core. Idempotent.
+
+        A call while another one waits, or after one that was cancelled, waits for the end, too, by
+        its own `grace_s`.
+        """
+        if self._closed:
             return
         self._closing = True
         if self._process.pid is not None:
@@ -276,6 +280,9 @@ class EngineProcess(EngineClient):
                 self._process.kill()
                 await self._exit(5.0)
             self._loop.remove_reader(self._process.sentinel)
+        if self._closed:  # by another call
+            return
+        self._closed = True
         self._at_exit.cancel()  # only now: `shutdown` may be cancelled, or run in another loop
         self._loop.remove_reader(self._reports.fileno())
         self._fail("the engine was shut down")

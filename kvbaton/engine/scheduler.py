@@ -9,9 +9,9 @@ waits for decoding sequences that come after it in order of service.
 
 A plan may be made while an earlier step is still in flight. A decoding sequence is then scheduled
 for the token that is still being sampled, unless that token is known to be its last. With drafts or
-a grammar the sequence waits for the token, since the next draft or mask depends on it. The blocks
-of a preempted sequence stay fenced until the step in flight is over, so the sequence that wanted
-them skips one step.
+a grammar the sequence waits for the token, since the next draft or mask depends on it; if it has an
+ITL objective, no step with prompts is planned meanwhile. The blocks of a preempted sequence stay
+fenced until the step in flight is over, so the sequence that wanted them skips one step.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ class Scheduler(LoadingRequests):
     def _fill(self, plan: PlanBuilder) -> None:
         """Fill a plan: first sequences that decode, then prompts, running or queued, by rank."""
         preemptions, running, blocked = self.totals.preemptions, [], False
+        delayed = False
         self.late.rank(self.waiting, self.running, self.clock())
         for sequence in tuple(self.running):
             end = len(sequence.tokens) + sequence.pending
@@ -140,10 +141,16 @@ class Scheduler(LoadingRequests):
             grammar = bool(sequence.request.params.grammar)
             awaits = sequence.is_ending or self._longest_draft or grammar
             if sequence.pending and (unknown or awaits):
+                delayed = delayed or bool(sequence.request.spec.itl_s and not sequence.is_ending)
                 continue  # it only waits for a token in flight
             if grammar and not self._can_follow(sequence):
                 continue
             running.append((end - sequence.num_scheduled, sequence))
+        admissible = self.waiting and len(self.running) < self.config.max_num_seqs
+        if delayed and (admissible or any(remaining > 1 for remaining, _ in running)):
+            # This step would delay a next token that has an ITL objective, and have prompts in it:
+            # they are left to the step after the one in flight.
+            running, plan.full, blocked = [], True, True
         for decoding in (True, False):
             beside = plan.scheduled and (self.waiting or len(plan.scheduled) < len(running))
             if beside and not decoding:
@@ -248,6 +255,9 @@ class Scheduler(LoadingRequests):
             return False
         need = self._need(sequence, end)
         while not self.blocks.fits(need):
+            if sequence.shares_tail and self.blocks.owns(sequence.tables, sequence.num_scheduled):
+                sequence.shares_tail = False  # the others have ended, or were preempted
+                return self._secure(plan, sequence, end)
             victims = [one for one in self.running if not one.request.source]
             if self.blocks.fits_soon(need) or not victims or plan.holds(last := victims[-1]):
                 return False

@@ -184,9 +184,12 @@ def _may_be_late(sequence: Sequence) -> bool:
 
 
 def _left_s(sequence: Sequence) -> float:
-    """Stated prefill seconds that are left of a prompt being computed."""
+    """Stated prefill seconds that are left of a prompt being computed; 0 in its last step.
+
+    From then on choices may be forked from it, which must come after it.
+    """
     request, known = sequence.request, sequence.request.num_known
     lacking = known - sequence.num_computed
-    if lacking <= 0 or not request.spec.prefill_s:
+    if lacking <= 0 or sequence.pending or not request.spec.prefill_s:
         return 0.0
     return request.spec.prefill_s * lacking / max(lacking, known - (request.cached_tokens or 0))

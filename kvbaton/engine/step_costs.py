@@ -29,12 +29,12 @@ Terms = tuple[float, float, float, float, float]
 
 
 def terms_of(steps: Sequence[SequenceStep]) -> Terms:
-    """Counts of a step, in the order of `STEP_COSTS`."""
+    """Counts of a step, in the order of `STEP_COSTS`; a draft's tokens are sequences, too."""
     tokens = context = kv = sequences = 0
     for step in steps:
-        if step.count == 1:
-            sequences += 1
-            kv += step.start
+        if step.count == 1 + len(step.draft):
+            sequences += step.count
+            kv += step.count * step.start
         else:
             tokens += step.count
             context += step.count * (2 * step.start + step.count)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +18,7 @@ from kvbaton.engine import scheduler
 from kvbaton.engine.chunk_limit import AIM, LEAST, ChunkLimit, chunk_tokens
 from kvbaton.engine.cuda.prompt_graphs import padded_sizes
 from kvbaton.engine.kv_cache_manager import GroupSpec
+from kvbaton.engine.step import StepPlan
 from kvbaton.engine.step_costs import terms_of
 from tests.support.toy_engine import Loop, ask
 
@@ -35,28 +38,37 @@ class Node:
 
     Attributes:
         mixed: (tokens of prompts, seconds) of each step that also decoded.
+        gaps: seconds between the tokens of each request.
     """
 
-    def __init__(self, each: float = 1e-3, mixed: int = MOST) -> None:
-        limits = {"max_num_batched_tokens": MOST, "max_num_mixed_tokens": mixed}
-        self.loop = Loop((POOL,), max_model_len=6000, **limits)
+    def __init__(self, each: float = 1e-3, mixed: int = MOST, **settings: Any) -> None:
+        settings |= {"max_num_batched_tokens": MOST, "max_num_mixed_tokens": mixed}
+        self.loop = Loop((POOL,), max_model_len=6000, **settings)
         self.each, self.noise = each, random.Random(0)
         self.mixed: list[tuple[int, float]] = []
+        self.gaps: dict[str, list[float]] = {}
+        self._told_at: dict[str, float] = {}
+        self._running: deque[StepPlan] = deque()
 
     def add(self, name: str, length: int, tokens: int, **objectives: float) -> None:
         prompt = [(sum(name.encode()) + 7 * i) % 23 for i in range(length)]
         self.loop.add(replace(ask(name, prompt, max_tokens=tokens, ignore_eos=True), **objectives))
 
     def step(self) -> None:
-        plans = len(self.loop.plans)
-        self.loop.step()
-        for plan in self.loop.plans[plans:]:
-            terms = terms_of(plan.steps)
-            seconds = step_s(terms[1], terms[3], self.each) * self.noise.uniform(0.97, 1.03)
-            self.loop.clock.now += seconds
-            self.loop.scheduler.chunk_limit.observe(terms, seconds)
-            if terms[1] and terms[3]:
-                self.mixed.append((int(terms[1]), seconds))
+        while len(self.loop.in_flight) < self.loop.depth and self.loop.launch():
+            self._running.append(self.loop.plans[-1])
+        terms = terms_of(self._running.popleft().steps)
+        seconds = step_s(terms[1], terms[3], self.each) * self.noise.uniform(0.97, 1.03)
+        self.loop.clock.now += seconds
+        self.loop.scheduler.chunk_limit.observe(terms, seconds)
+        if terms[1] and terms[3]:
+            self.mixed.append((int(terms[1]), seconds))
+        before, now = len(self.loop.outputs), self.loop.clock.now
+        self.loop.update()
+        for name in {output.request_id for output in self.loop.outputs[before:]}:
+            if name in self._told_at:
+                self.gaps.setdefault(name, []).append(now - self._told_at[name])
+            self._told_at[name] = now
 
     def until(self, done: Callable[[], bool]) -> None:
         for _ in range(2000):
@@ -170,6 +182,26 @@ def test_a_first_token_that_will_be_late_makes_no_sequence_miss_its_objective() 
         chunks = [count for count, _ in node.mixed[:-1]]
         # The first one has told how many tokens there is time for.
         assert all(LEAST < count < MOST / 1.5 for count in chunks[1:])
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_with_drafts_an_objective_is_kept_and_chunks_grow(depth: int, apart: int) -> None:
+    """A sequence with drafts waits for its tokens, so a step of prompts alone delayed it."""
+    node = Node(each=3e-4, depth=depth, drafts=2)
+    for i in range(3):
+        node.add(f"d{i}", 8, 2000, itl_s=ITL_S)
+        for _ in range(apart):  # their tokens come in different steps, as those of choices do
+            node.step()
+    for _ in range(20):
+        node.step()
+    node.gaps.clear()
+    began = node.loop.clock.now
+    node.add("prompt", 4000, 1)
+    node.until(ended(node, "prompt"))
+    gaps = [gap for name in ("d0", "d1", "d2") for gap in node.gaps[name]]
+    assert max(gaps) < 1.1 * ITL_S
+    assert node.loop.clock.now - began < 0.22, "small chunks take longer"
 
 
 def test_a_longer_objective_lets_chunks_grow_again() -> None:

@@ -19,7 +19,7 @@ from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.stats import PARTS
 from kvbaton.engine.step import SequenceStep, StepPlan, StepResult
 from kvbaton.engine.step_costs import MIN_STEPS, step_costs, terms_of
-from kvbaton.messages.engine import AddRequest, FromCore, Output
+from kvbaton.messages.engine import AddRequest, FromCore, Output, Shutdown
 from kvbaton.server.metrics import families
 from kvbaton.types import NodeId
 from tests.support.engine_node import ENGINE, Hold, QueueMailbox, greedy
@@ -207,6 +207,12 @@ def lose_key(core: EngineCore) -> Callable[[], None]:
     key, block = next(iter(by_key.items()))
     del by_key[key]
     return lambda: by_key.update({key: block})
+
+
+def test_a_shutdown_leaves_no_more_time_than_an_earlier_one(core: EngineCore) -> None:
+    for grace_s, over in ((60.0, False), (0.0, True), (60.0, True)):
+        core.shut_down(Shutdown(grace_s=grace_s))
+        assert core.finished() is over, "its request has not ended"
 
 
 def test_work_waits_for_the_audit_now_and_then_only(core: EngineCore) -> None:

@@ -149,6 +149,22 @@ async def test_what_a_stop_cuts_off_is_told_that_the_node_stops(
     await stop
 
 
+async def test_a_shutdown_that_was_given_up_can_be_asked_for_again(
+    checkpoint: Callable[..., Path],
+) -> None:
+    """The second one returned at once, and the engine lived on."""
+    config = EngineConfig(model=str(checkpoint()), **ENGINE)
+    engine = await EngineProcess.start(config, [], node=NodeId("n", os.urandom(16)))
+    patient = [asyncio.create_task(engine.shutdown(60.0)) for _ in range(2)]
+    await asyncio.sleep(0)  # they have begun
+    patient[0].cancel()
+    await engine.shutdown(0.0)
+    assert engine._exited.is_set()
+    await patient[1]
+    assert patient[0].cancelled()
+    await engine.shutdown()
+
+
 def test_numpy_imports_nothing_while_a_core_serves() -> None:
     """Its parts that come in when they are first called hold the interpreter for so long."""
     code = """

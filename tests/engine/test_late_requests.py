@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest
 from tests.support.toy_engine import Loop, ask, prompt
@@ -132,6 +133,19 @@ def test_a_prompt_without_room_keeps_none_that_is_late_from_being_computed() -> 
     loop.add(timed("short", 1, 9.0))
     assert finish(loop) == ["long", "short"]
     assert loop.clock.now == begin + 4 * WORK_S
+
+
+def test_choices_of_a_prompt_that_is_late_come_after_the_one_that_they_are_forked_from() -> None:
+    """That one was the last while its step ran, so it gave its blocks up before its forks began."""
+    loop = Loop((GroupSpec(block_size=4, num_blocks=9),), max_num_batched_tokens=16, depth=2)
+    late = ask("late", prompt(30), n=3, max_tokens=4, ignore_eos=True)
+    loop.add(replace(late, ttft_s=0.5, prefill_s=1.0))
+    loop.launch()
+    loop.clock.now += WORK_S
+    loop.add(timed("short", 1, 9.0))  # there is no room for it yet
+    loop.run()
+    loop.check_streams()
+    loop.check_empty()
 
 
 def test_a_better_priority_passes_a_prompt_that_is_being_computed() -> None:

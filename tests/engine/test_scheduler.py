@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.errors import RequestError
-from tests.support.toy_engine import CHUNK, EOS, FULL, STATE, WINDOW, Loop, ask, prompt
+from tests.support.toy_engine import CHUNK, EOS, FULL, STATE, WINDOW, Loop, ask, direct, prompt
 
 # --- windows ---
 
@@ -415,6 +415,21 @@ def test_choices_are_preempted_one_by_one(depth: int):
     assert loop.scheduler.totals.preemptions > 0
     for choice in range(3):
         loop.check_stream("a", choice)
+    loop.check_empty()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_choice_that_is_left_alone_needs_no_copy_of_a_block_that_it_shared(depth: int):
+    """There is no room for one: it waited for itself until its deadline."""
+    loop = Loop((GroupSpec(block_size=4, num_blocks=9),), depth=depth)
+    request = ask("a", prompt(30), n=2, max_tokens=2, ignore_eos=True)
+    first, *_ = direct(loop.config.groups, request, 0, 60)[0]  # ends the other choice at once
+    loop.add(
+        structs.replace(request, params=structs.replace(request.params, stop_token_ids=(first,)))
+    )
+    loop.run()
+    loop.check_streams()
+    assert len(loop.streams["a", 1].tokens) == 2
     loop.check_empty()
 
 

@@ -41,6 +41,12 @@ def test_terms_are_counts_of_the_plan() -> None:
     assert terms_of(steps) == (1.0, 200.0, 200 * 1100 / 1000, 1.0, 0.5)
 
 
+def test_a_draft_is_no_prompt() -> None:
+    """Its tokens are computed as sequences of their own; steps that only decode have no prompt."""
+    steps = [SequenceStep(1, 500, 3, (), 1, draft=(7, 8))]
+    assert terms_of(steps) == (1.0, 0.0, 0.0, 3.0, 1.5)
+
+
 def test_costs_are_found_through_noise() -> None:
     chance, costs = random.Random(0), step_costs()
     for _ in range(2000):
