@@ -429,7 +429,7 @@ class ErrorInfo(Struct, kw_only=True):
     message: str
     type: str
     param: str | None = None
-    code: str | int | None = None
+    code: str | None = None
 
 
 class ErrorBody(Struct, kw_only=True):

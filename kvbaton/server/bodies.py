@@ -129,7 +129,8 @@ def describe(error: BaseException) -> RequestError:
         text = f"{error.reason}: {error.text}" if error.status == 413 else error.reason
         return RequestError(text, status=error.status)
     logger.error("unforeseen error while serving a request", exc_info=error)
-    return RequestError("internal error; the server's log has the details", status=500)
+    told = "internal error; the server's log has the details"
+    return RequestError(told, status=500, code="internal_error")
 
 
 def error_body(request: web.Request, error: RequestError) -> bytes:
@@ -148,7 +149,7 @@ def error_body(request: web.Request, error: RequestError) -> bytes:
         return msgspec.json.encode(
             MessagesError(error=told, request_id=request.get(REQUEST_ID, ""))
         )
-    info = ErrorInfo(message=message, type=kind, param=param, code=error.code or error.status)
+    info = ErrorInfo(message=message, type=kind, param=param, code=error.code)
     return msgspec.json.encode(ErrorBody(error=info))
 
 
