@@ -208,8 +208,9 @@ async def encode(
             found = await asyncio.to_thread(tokenizer.encode, begin, add_special_tokens=False)
             if len(found) > 2 * most:
                 raise RequestError(
-                    f"this model's context is {most} tokens; of the prompt's {len(text)} "
-                    f"characters the first {len(begin)} alone have {len(found)}",
+                    f"this model's maximum context length is {most} tokens, and the prompt is too "
+                    f"long: of its {len(text)} characters the first {len(begin)} alone have "
+                    f"{len(found)}",
                     param=name,
                     code="context_length_exceeded",
                 )
@@ -277,10 +278,14 @@ def check_prompt(facts: ModelFacts, ids: Sequence[int], max_tokens: int, name: s
     if not ids:
         raise RequestError(f"{name} has no tokens", param=name)
     found = check_ids(name, ids, facts.vocab_size, most=INT32)
-    if len(ids) + max_tokens > facts.max_model_len:
+    if len(ids) + max_tokens > (most := facts.max_model_len):
+        # Clients (LiteLLM, Claude Code) shorten a prompt, or ask for less, by these words.
+        why = "input length and `max_tokens` exceed context limit: "
+        why += f"{len(ids)} + {max_tokens} > {most}"
+        if len(ids) >= most:
+            why = f"the prompt is too long: {len(ids)} tokens > {most} maximum"
         raise RequestError(
-            f"this model's context is {facts.max_model_len} tokens; the prompt has {len(ids)} and "
-            f"{max_tokens} are to be generated",
+            f"this model's maximum context length is {most} tokens; {why}",
             param=name,
             code="context_length_exceeded",
         )

@@ -135,6 +135,26 @@ async def test_what_is_no_json_is_a_400(serve: Any, data: bytes) -> None:
         assert (await response.json())["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        (MAX_MODEL_LEN - 2, f"exceed context limit: {MAX_MODEL_LEN - 2} + 5 > {MAX_MODEL_LEN}"),
+        (MAX_MODEL_LEN, f"prompt is too long: {MAX_MODEL_LEN} tokens > {MAX_MODEL_LEN} maximum"),
+    ],
+)
+async def test_clients_see_by_words_that_a_context_is_full(
+    serve: Any, tokens: int, found: str
+) -> None:
+    """LiteLLM and agents by words of OpenAI, Claude Code by words of Anthropic."""
+    endpoint = await serve()
+    body = {"prompt": [3] * tokens, "max_tokens": 5}
+    status, answer = await endpoint.post("/v1/completions", body)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    told = answer["error"]["message"]
+    assert f"this model's maximum context length is {MAX_MODEL_LEN} tokens" in told
+    assert found in told
+
+
 async def test_missing_fields_are_named(serve: Any) -> None:
     endpoint = await serve()
     for path, param in (("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")):
