@@ -39,11 +39,19 @@ LIMITS = {
 }
 """Valid ranges of clients' fields of `SamplingParams`."""
 NOT_STORED = "no response is stored here, so pass what was said before as input"
+GIVE = 'give structured_outputs {{"{}": ...}}'
 
 HINTS = {
     "previous_response_id": NOT_STORED,
     "conversation": NOT_STORED,
     "output_format": "give output_config.format",
+    "guided_json": GIVE.format("json"),
+    "guided_regex": GIVE.format("regex"),
+    "guided_choice": GIVE.format("choice"),
+    "guided_grammar": GIVE.format("grammar"),
+    "regex": GIVE.format("regex"),
+    "ebnf": GIVE.format("grammar"),
+    "json_schema": GIVE.format("json"),
 }
 """By field that is not supported: what to do instead."""
 
@@ -110,8 +118,7 @@ def check_refused(body: Struct, names: Sequence[str]) -> None:
         value = getattr(body, name, None)
         harmless = value is None or value is False or value in ("", [])
         if not harmless:
-            hint = f': give structured_outputs {{"{name[7:]}": ...}}' if "guided_" in name else ""
-            hint = f": {HINTS[name]}" if name in HINTS else hint
+            hint = f": {HINTS[name]}" if name in HINTS else ""
             raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported")
 
 
