@@ -8,6 +8,7 @@ import math
 import random
 import re
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -200,7 +201,7 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
         data = await asyncio.to_thread(unpacked, data, encoding, config.max_body_bytes)
     request[_QUICK] = len(data) <= QUICK_BODY
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data.removeprefix(BOM_UTF8), type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise malformed(error) from error
 

@@ -138,6 +138,14 @@ async def test_what_is_no_json_is_a_400(serve: Any, data: bytes) -> None:
         assert (await response.json())["error"]["message"]
 
 
+async def test_a_body_may_begin_with_a_byte_order_mark(serve: Any) -> None:
+    """As files do that Windows' PowerShell writes; Python's own parser skips it, too."""
+    endpoint = await serve()
+    data = '{"prompt": "x", "max_tokens": 1}'.encode("utf-8-sig")
+    async with endpoint.session.post("/v1/completions", data=data) as response:
+        assert response.status == 200, await response.text()
+
+
 @pytest.mark.parametrize(
     ("tokens", "found"),
     [
