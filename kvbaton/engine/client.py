@@ -105,7 +105,7 @@ class EngineClient(TokenSource):
         heard_at: When the core last gave a sign of life (`time.monotonic`).
         dead: Why the connection can't be used any more, or None.
         died: Set when `dead` is.
-        draining: Whether the core was asked to take no new requests.
+        draining: Whether the core was asked to take no new requests, or to end.
     """
 
     ready: messages.Ready

@@ -268,7 +268,7 @@ class EngineProcess(EngineClient):
         """
         if self._closed:
             return
-        self._closing = True
+        self._closing = self.draining = True
         if self._process.pid is not None:
             # Watch the sentinel: of two threads that join a process, one may think that it lives.
             if self.dead is None and self._socket is not None:

@@ -159,11 +159,12 @@ def validate_request(request: AddRequest, config: SchedulerConfig, blocks: KVCac
     error = blocks.too_large(known)
     if known + 1 > config.max_model_len:
         error = (
-            f"the prompt has {known} tokens, but at most {config.max_model_len - 1} fit: "
+            f"it has {known} tokens, but at most {config.max_model_len - 1} fit: "
             f"max_model_len is {config.max_model_len} and must leave room for a new token"
         )
     if error is not None:
-        raise RequestError(error, param="prompt", code="context_length_exceeded")
+        told = f"the prompt is too long: {error}"
+        raise RequestError(told, param="prompt", code="context_length_exceeded")
     check_ids("prompt", request.token_ids, config.vocab_size, most=INT32)
     if request.resume_ids:
         check_ids("resume_token_ids", request.resume_ids, config.vocab_size, most=INT32)

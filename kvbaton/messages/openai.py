@@ -103,6 +103,9 @@ class SamplingFields(Struct, kw_only=True):
     guided_regex: Refused = None
     guided_choice: Refused = None
     guided_grammar: Refused = None
+    regex: Refused = None
+    ebnf: Refused = None
+    json_schema: Refused = None
     logits_processors: Refused = None
     thinking_token_budget: Refused = None
     repetition_detection: Refused = None
@@ -429,7 +432,7 @@ class ErrorInfo(Struct, kw_only=True):
     message: str
     type: str
     param: str | None = None
-    code: str | int | None = None
+    code: str | None = None
 
 
 class ErrorBody(Struct, kw_only=True):

@@ -290,8 +290,8 @@ class RouteChooser:
         longest = [info.prompt_limits.computed for info in infos if info.prompt_limits is not None]
         if len(longest) == len(infos) and num_tokens > max(longest, default=num_tokens):
             raise RequestError(
-                f"the prompt has {num_tokens} tokens, but {max(longest)} is the most that the KV "
-                "cache of any node holds",
+                f"the prompt is too long: it has {num_tokens} tokens, but {max(longest)} is the "
+                "most that the KV cache of any node holds",
                 param="prompt",
                 code="context_length_exceeded",
             )

@@ -65,6 +65,8 @@ TOLD_TWICE = 130
 """Exit status of a process that was stopped twice and did not wait for its requests."""
 PREFLIGHT = "Access-Control-Request-Method"
 PREFLIGHT_KEPT_S = 600
+SHOWN = f"{REQUEST_ID_HEADER}, Request-Id, Retry-After, X-Should-Retry"
+"""Headers of answers that OpenAI's and Anthropic's SDKs read, also in a page."""
 
 
 def make_app(
@@ -336,7 +338,7 @@ async def allow_origin(request: web.Request, response: web.StreamResponse) -> No
     response.headers.add("Vary", "Origin")
     if origin is None or not {origin, "*"} & set(allowed):
         return
-    headers = {"Allow-Origin": origin, "Expose-Headers": f"{REQUEST_ID_HEADER}, Retry-After"}
+    headers = {"Allow-Origin": origin, "Expose-Headers": SHOWN}
     if PREFLIGHT in request.headers:
         headers |= {
             "Allow-Methods": "GET, POST",

@@ -8,6 +8,7 @@ import math
 import random
 import re
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -129,7 +130,8 @@ def describe(error: BaseException) -> RequestError:
         text = f"{error.reason}: {error.text}" if error.status == 413 else error.reason
         return RequestError(text, status=error.status)
     logger.error("unforeseen error while serving a request", exc_info=error)
-    return RequestError("internal error; the server's log has the details", status=500)
+    told = "internal error; the server's log has the details"
+    return RequestError(told, status=500, code="internal_error")
 
 
 def error_body(request: web.Request, error: RequestError) -> bytes:
@@ -148,7 +150,7 @@ def error_body(request: web.Request, error: RequestError) -> bytes:
         return msgspec.json.encode(
             MessagesError(error=told, request_id=request.get(REQUEST_ID, ""))
         )
-    info = ErrorInfo(message=message, type=kind, param=param, code=error.code or error.status)
+    info = ErrorInfo(message=message, type=kind, param=param, code=error.code)
     return msgspec.json.encode(ErrorBody(error=info))
 
 
@@ -199,7 +201,7 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
         data = await asyncio.to_thread(unpacked, data, encoding, config.max_body_bytes)
     request[_QUICK] = len(data) <= QUICK_BODY
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data.removeprefix(BOM_UTF8), type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise malformed(error) from error
 

@@ -137,7 +137,8 @@ class ResponsesFormatter(ContentBlockFormatter):
 
     @override
     def failed(self, request: web.Request, error: RequestError) -> bytes:
-        told = {"code": error.code or "server_error", "message": error.message}
+        ours = error.code if error.status != 500 else None  # OpenAI has a name for these
+        told = {"code": ours or "server_error", "message": error.message}
         for block in self.blocks[-1:]:
             block.status = "incomplete"
         response = ResponseObject(

@@ -39,11 +39,19 @@ LIMITS = {
 }
 """Valid ranges of clients' fields of `SamplingParams`."""
 NOT_STORED = "no response is stored here, so pass what was said before as input"
+GIVE = 'give structured_outputs {{"{}": ...}}'
 
 HINTS = {
     "previous_response_id": NOT_STORED,
     "conversation": NOT_STORED,
     "output_format": "give output_config.format",
+    "guided_json": GIVE.format("json"),
+    "guided_regex": GIVE.format("regex"),
+    "guided_choice": GIVE.format("choice"),
+    "guided_grammar": GIVE.format("grammar"),
+    "regex": GIVE.format("regex"),
+    "ebnf": GIVE.format("grammar"),
+    "json_schema": GIVE.format("json"),
 }
 """By field that is not supported: what to do instead."""
 
@@ -110,8 +118,7 @@ def check_refused(body: Struct, names: Sequence[str]) -> None:
         value = getattr(body, name, None)
         harmless = value is None or value is False or value in ("", [])
         if not harmless:
-            hint = f': give structured_outputs {{"{name[7:]}": ...}}' if "guided_" in name else ""
-            hint = f": {HINTS[name]}" if name in HINTS else hint
+            hint = f": {HINTS[name]}" if name in HINTS else ""
             raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported")
 
 
@@ -208,8 +215,9 @@ async def encode(
             found = await asyncio.to_thread(tokenizer.encode, begin, add_special_tokens=False)
             if len(found) > 2 * most:
                 raise RequestError(
-                    f"this model's context is {most} tokens; of the prompt's {len(text)} "
-                    f"characters the first {len(begin)} alone have {len(found)}",
+                    f"this model's maximum context length is {most} tokens, and the prompt is too "
+                    f"long: of its {len(text)} characters the first {len(begin)} alone have "
+                    f"{len(found)}",
                     param=name,
                     code="context_length_exceeded",
                 )
@@ -277,10 +285,14 @@ def check_prompt(facts: ModelFacts, ids: Sequence[int], max_tokens: int, name: s
     if not ids:
         raise RequestError(f"{name} has no tokens", param=name)
     found = check_ids(name, ids, facts.vocab_size, most=INT32)
-    if len(ids) + max_tokens > facts.max_model_len:
+    if len(ids) + max_tokens > (most := facts.max_model_len):
+        # Clients (LiteLLM, Claude Code) shorten a prompt, or ask for less, by these words.
+        why = "input length and `max_tokens` exceed context limit: "
+        why += f"{len(ids)} + {max_tokens} > {most}"
+        if len(ids) >= most:
+            why = f"the prompt is too long: {len(ids)} tokens > {most} maximum"
         raise RequestError(
-            f"this model's context is {facts.max_model_len} tokens; the prompt has {len(ids)} and "
-            f"{max_tokens} are to be generated",
+            f"this model's maximum context length is {most} tokens; {why}",
             param=name,
             code="context_length_exceeded",
         )

@@ -111,8 +111,11 @@ def wanted(response_format: Any, structured_outputs: Any) -> tuple[str, Piece] |
     if structured_outputs is not None:
         if found is not None:
             raise RequestError("excludes response_format", param="structured_outputs")
+        told = msgspec.to_builtins(structured_outputs)
+        if isinstance(told, dict):  # vLLM's has further fields, which ask for nothing like this
+            told = {name: value for name, value in told.items() if value not in (None, False)}
         try:
-            given = msgspec.convert(msgspec.to_builtins(structured_outputs), StructuredOutputs)
+            given = msgspec.convert(told, StructuredOutputs)
         except msgspec.ValidationError as error:
             raise RequestError(str(error), param="structured_outputs") from error
         found = "structured_outputs", given.piece()

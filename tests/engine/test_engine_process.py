@@ -146,6 +146,7 @@ async def test_what_a_stop_cuts_off_is_told_that_the_node_stops(
     with pytest.raises(RequestError, match="stopping") as caught:
         assert [o async for o in outputs][-1].finish_reason is None, "the stop came first"
     assert (caught.value.status, caught.value.code) == (503, "shutting_down")
+    assert engine.draining, "it refuses requests, so /health tells others to send none"
     await stop
 
 

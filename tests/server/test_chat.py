@@ -202,6 +202,14 @@ async def test_what_is_refused_is_named(serve: Any, extra: Any, param: str) -> N
         {"tools": [TOOL], "tool_choice": "none"},
         {"tools": [], "tool_choice": "auto"},
         {"best_of": None, "suffix": None, "modalities": ["text"], "store": True},
+        {"regex": None, "ebnf": None, "json_schema": None},
+        {
+            "structured_outputs": {
+                "choice": ["a"],
+                "structural_tag": None,
+                "disable_fallback": False,
+            }
+        },
     ],
 )
 async def test_what_is_harmless_is_taken(serve: Any, extra: Any) -> None:

@@ -317,24 +317,24 @@ async def test_an_error_after_the_first_token_is_an_event(serve: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "status"),
+    ("failure", "status", "code"),
     [
-        (EngineDeadError("gone"), 503),
-        (RequestError("full", status=429, code="overloaded"), 429),
-        (RequestError("no", param="prompt"), 400),
-        (ZeroDivisionError("a bug"), 500),
+        (EngineDeadError("gone"), 503, "engine_dead"),
+        (RequestError("full", status=429, code="overloaded"), 429, "overloaded"),
+        (RequestError("no", param="prompt"), 400, None),
+        (ZeroDivisionError("a bug"), 500, "internal_error"),
     ],
 )
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_an_error_before_the_first_token_is_a_status(
-    serve: Any, failure: Exception, status: int, streamed: bool
+    serve: Any, failure: Exception, status: int, code: str | None, streamed: bool
 ) -> None:
     endpoint = await serve(TEXT)
     endpoint.source.failure = failure
     body = {"prompt": "x", "stream": streamed}
     async with endpoint.session.post("/v1/completions", json=body) as response:
         answer = await response.json()
-        assert response.status == status
+        assert (response.status, answer["error"]["code"]) == (status, code)
         assert ("Retry-After" in response.headers) == (status in (429, 503))
     assert answer["error"]["message"]
     assert "a bug" not in answer["error"]["message"], "internals stay inside"

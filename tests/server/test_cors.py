@@ -33,6 +33,8 @@ async def test_a_page_that_is_allowed_may_ask(serve: Any, origins: tuple[str, ..
         async with endpoint.session.post(PATH, json=body, headers=with_key) as response:
             assert (response.status, response.headers[ALLOWED]) == (200, PAGE)
             assert response.headers["Vary"] == "Origin"
+            shown = response.headers["Access-Control-Expose-Headers"].split(", ")
+            assert {"X-Request-Id", "Request-Id", "Retry-After", "X-Should-Retry"} == set(shown)
             await response.read()
     async with endpoint.session.post(PATH, json=ASK, headers=from_page) as response:
         assert (response.status, response.headers[ALLOWED]) == (401, PAGE), "it may read why"

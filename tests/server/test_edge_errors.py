@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.types import ErrorObject
 
 from kvbaton.errors import ConfigError
 from kvbaton.server.config import EndpointConfig
@@ -94,6 +95,9 @@ from tests.support.waiting import PATIENCE_S, eventually
         ({"truncate_prompt_tokens": -1, "max_tokens": MAX_MODEL_LEN}, "prompt"),
         ({"thinking_token_budget": 0}, "thinking_token_budget"),
         ({"guided_json": {}}, "guided_json"),
+        ({"regex": "a"}, "regex"),
+        ({"ebnf": 'root ::= "a"'}, "ebnf"),
+        ({"json_schema": "{}"}, "json_schema"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"timeout": 0}, "timeout"),
@@ -110,6 +114,7 @@ async def test_what_is_wrong_is_named(serve: Any, extra: Any, param: str) -> Non
     error = answer["error"]
     assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
     assert error["message"]
+    ErrorObject.model_validate(error)  # code is a text or null, which some clients insist on
     assert endpoint.source.requests == []
 
 
@@ -131,6 +136,34 @@ async def test_what_is_no_json_is_a_400(serve: Any, data: bytes) -> None:
     async with endpoint.session.post("/v1/completions", data=data) as response:
         assert response.status == 400
         assert (await response.json())["error"]["message"]
+
+
+async def test_a_body_may_begin_with_a_byte_order_mark(serve: Any) -> None:
+    """As files do that Windows' PowerShell writes; Python's own parser skips it, too."""
+    endpoint = await serve()
+    data = '{"prompt": "x", "max_tokens": 1}'.encode("utf-8-sig")
+    async with endpoint.session.post("/v1/completions", data=data) as response:
+        assert response.status == 200, await response.text()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        (MAX_MODEL_LEN - 2, f"exceed context limit: {MAX_MODEL_LEN - 2} + 5 > {MAX_MODEL_LEN}"),
+        (MAX_MODEL_LEN, f"prompt is too long: {MAX_MODEL_LEN} tokens > {MAX_MODEL_LEN} maximum"),
+    ],
+)
+async def test_clients_see_by_words_that_a_context_is_full(
+    serve: Any, tokens: int, found: str
+) -> None:
+    """LiteLLM and agents by words of OpenAI, Claude Code by words of Anthropic."""
+    endpoint = await serve()
+    body = {"prompt": [3] * tokens, "max_tokens": 5}
+    status, answer = await endpoint.post("/v1/completions", body)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    told = answer["error"]["message"]
+    assert f"this model's maximum context length is {MAX_MODEL_LEN} tokens" in told
+    assert found in told
 
 
 async def test_missing_fields_are_named(serve: Any) -> None:
@@ -174,7 +207,7 @@ async def test_unknown_places_answer_in_the_same_shape(serve: Any) -> None:
     async with endpoint.session.get("/nowhere") as response:
         assert response.status == 404
         error = (await response.json())["error"]
-        assert error["type"] == "not_found_error"
+        assert (error["type"], error["code"]) == ("not_found_error", None)
         assert error["message"].startswith("GET /nowhere is not served here")
     async with endpoint.session.get("/v1/completions") as response:
         assert (response.status, response.headers["Allow"]) == (405, "POST")
