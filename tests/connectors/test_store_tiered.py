@@ -89,6 +89,16 @@ def test_nothing_is_promoted_beyond_the_bytes_of_copies() -> None:
         until(lambda: store.counts["promoted"] == 4, "promoted: the bytes were given back")
 
 
+def test_what_is_promoted_from_a_call_with_one_key_twice_is_copied_once() -> None:
+    with tiered(prefetch=False, copy_bytes=2 * 1_001) as store:
+        save(inner(store, 1), OBJECTS)
+        twice = [pieces(bytearray(len(DATA[0]))) for _ in range(2)]
+        assert wait(store.load([KEYS[0]] * 2, twice)) == [True, True]
+        until(lambda: store.counts["promoted"] == 1, "promoted")
+        assert read(store, some(1, 2)) == DATA[1:3]
+        until(lambda: store.counts["promoted"] == 3, "promoted: the bytes were given back")
+
+
 def test_a_miss_falls_to_the_next_tier() -> None:
     with tiered(faults(lose=[0], partial=[2]), MEMORY, **QUIET) as store:
         assert save(store, OBJECTS) == [True] * 6

@@ -279,8 +279,9 @@ class TieredStore(ComposedStore):
             self._remember(targets[i] for i in came)
             if depth and self._promotes and self._deletes == deletes:
                 busy = self._moving.keys() | self._deleting.keys()
-                copies = [(keys[i], self._copy(targets[i])) for i in came if keys[i] not in busy]
-                kept = {key: [data] for key, data in copies if data is not None}
+                wanted = {keys[i]: targets[i] for i in came if keys[i] not in busy}
+                copies = {key: self._copy(target) for key, target in wanted.items()}
+                kept = {key: [data] for key, data in copies.items() if data is not None}
                 if kept:
                     storing = self._store_above("promoted", depth, kept)
                     self._move(list(kept), storing, sum(map(_length, kept.values())))
