@@ -146,6 +146,11 @@ def hide_secrets(options: Any) -> Any:
         case list():
             return [hide_secrets(value) for value in options]
         case str():
+            name, nested, rest = options.partition(":{")
+            with suppress(ValueError, RecursionError):  # it is no spec of a store within this one
+                given = json.loads("{" + rest) if nested else {}
+                if (shown := hide_secrets(given)) != given:
+                    return f"{name}:{json.dumps(shown)}"
             return _USER_INFO.sub(HIDDEN, options)
     return options
 
