@@ -86,9 +86,8 @@ class Placement(ABC):
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
 
-    @abstractmethod
-    async def open(self) -> None:
-        """Wait until there is room for all nodes.
+    async def open(self) -> None:  # noqa: B027
+        """Wait until there is room for all nodes; unless overridden, there always is.
 
         Raises:
             StartError: There is no room in time.
@@ -103,9 +102,8 @@ class Placement(ABC):
             router_url: URL at which it registers.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release the machines, after all nodes have ended."""
+    def close(self) -> None:  # noqa: B027
+        """Release the machines, if any are held, after all nodes have ended."""
 
 
 class LocalPlacement(Placement):
@@ -123,19 +121,11 @@ class LocalPlacement(Placement):
         self._shares = shares(config.engine, len(config.node_names), visible_gpus(), cores)
 
     @override
-    async def open(self) -> None:
-        """Do nothing: there is always room."""
-
-    @override
     async def start(self, index: int, router_url: str) -> NodeProcess:
         config, (flags, env) = self.config, self._shares[index]
         role, name = config.node_names[index]
         words = config.node_words(role, name, router_url, flags)
         return await Child.start(name, words, env={**os.environ, **config.node_env(name), **env})
-
-    @override
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
 
 
 class Child(NodeProcess):

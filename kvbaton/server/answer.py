@@ -6,7 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, closing, nullcontext
+from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -360,34 +360,30 @@ async def respond(
     wanted = bool(formatter.body.return_timings)
     if wanted and len(prompts) > 1:
         raise RequestError("return_timings takes one prompt per request", param="return_timings")
-    timed = None
-    if wanted or frontend.tracing is not None:
-        model = frontend.config.model_name
-        timed = TimedRequest.begin(
-            frontend.tracing,
-            request,
-            [prompt.request for prompt in prompts],
-            wanted=wanted,
-            attributes={
-                "gen_ai.operation.name": formatter.OPERATION,
-                "gen_ai.request.model": model,
-                "gen_ai.response.model": model,
-            },
-        )
-    if timed is not None:
+    model = frontend.config.model_name
+    timing = TimedRequest(
+        frontend.tracing,
+        request,
+        [prompt.request for prompt in prompts],
+        wanted=wanted,
+        attributes={
+            "gen_ai.operation.name": formatter.OPERATION,
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+        },
+    )
+    response: web.StreamResponse
+    with timing as timed:
         both = zip(prompts, timed.asks, timed.timelines, strict=True)
         prompts = [replace(p, request=ask, timeline=its) for p, ask, its in both]
-        if wanted:
-            formatter.timings = timed.timelines[0].timings
-    limit_s = prompts[0].request.deadline_s + frontend.config.deadline_grace_s
-    response: web.StreamResponse
-    with timed or nullcontext():
+        if wanted and (timeline := prompts[0].timeline) is not None:
+            formatter.timings = timeline.timings
+        limit_s = prompts[0].request.deadline_s + frontend.config.deadline_grace_s
         if formatter.body.stream:
             response = await _stream(request, frontend, prompts, formatter, limit_s)
         else:
             response = await _whole(frontend, prompts, formatter, limit_s)
-        if timed is not None:
-            timed.status, timed.error = response.status, formatter.error
+        timed.status, timed.error = response.status, formatter.error
     return response
 
 

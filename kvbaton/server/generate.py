@@ -6,7 +6,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, closing, nullcontext
+from contextlib import aclosing, closing
 
 from aiohttp import web
 from msgspec.structs import asdict, replace
@@ -61,13 +61,10 @@ async def respond(
         await checked_grammar(add.params.grammar, "sampling_params.grammar")
     model = frontend.config.model_name
     about = {"gen_ai.operation.name": "generate", "gen_ai.request.model": model}
-    timed = TimedRequest.begin(frontend.tracing, request, [add], role=role, attributes=about)
-    timeline = None
-    if timed is not None:
-        (add,), (timeline,) = timed.asks, timed.timelines
-    outputs = shown_outputs(frontend, add, request_id, timeline)
     limit_s = add.deadline_s + frontend.config.deadline_grace_s
-    with timed or nullcontext():
+    with TimedRequest(frontend.tracing, request, [add], role=role, attributes=about) as timed:
+        (add,), (timeline,) = timed.asks, timed.timelines
+        outputs = shown_outputs(frontend, add, request_id, timeline)
         if not body.stream:
             return json_response(await whole_response(add, request_id, outputs, limit_s))
         async with event_stream(request, limit_s) as stream, aclosing(outputs):

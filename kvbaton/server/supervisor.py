@@ -48,8 +48,11 @@ STOP_MARGIN_S = 5.0
 CONNECT_TIMEOUT_S = 60.0
 FORWARD_TIMEOUT_S = 660.0
 """Seconds for the supervisor's answer: it waits 600 s itself for a profile to end."""
-_HOP_BY_HOP = frozenset(("connection", "keep-alive", "transfer-encoding", "content-length", "te"))
 _PEER = "X-Kvbaton-Peer"
+"""The address of the client of a worker; a client that sends this header is not believed."""
+_HOP_BY_HOP = frozenset(
+    ("connection", "keep-alive", "transfer-encoding", "content-length", "te", _PEER.lower())
+)
 _LENGTH = struct.Struct("<I")
 
 WorkerMain = Callable[["WorkerLink", Any], Awaitable[None]]

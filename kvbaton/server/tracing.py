@@ -262,33 +262,25 @@ class RequestSpan:
 
 
 class TimedRequest:
-    """A request whose prompts are timed, for a trace or because its client wants the timings.
+    """Times the prompts of a request that is traced, or whose client wants the timings.
+
+    Args:
+        tracing: Traces of this process; None for none.
+        request: The client's HTTP request.
+        asks: Requests to the source.
+        wanted: Whether the client asks for its timings.
+        role: See `RequestTimeline`; None takes the role that the request itself has.
+        attributes: Attributes of the request's span.
 
     Attributes:
         asks: Requests to the source, one per prompt.
-        timelines: Timelines of the prompts.
+        timelines: Timelines of the prompts, each None if the request is not timed.
         status: HTTP status of the answer.
         error: Why the request failed; empty if it did not.
     """
 
     def __init__(
         self,
-        arrived: float,
-        span: RequestSpan | None,
-        asks: Sequence[AddRequest],
-        role: str | None,
-        attributes: Mapping[str, Any],
-    ) -> None:
-        traceparent = "" if span is None else span.traceparent
-        self.asks = [replace(ask, timed=True, traceparent=traceparent) for ask in asks]
-        own = ("alone" if ask.transfer is None else ask.transfer.role for ask in asks)
-        self.timelines = [RequestTimeline(arrived, role or part) for part in own]
-        self.status, self.error = 200, ""
-        self._span, self._attributes = span, attributes
-
-    @classmethod
-    def begin(
-        cls,
         tracing: Tracing | None,
         request: web.Request,
         asks: Sequence[AddRequest],
@@ -296,21 +288,16 @@ class TimedRequest:
         wanted: bool = False,
         role: str | None = None,
         attributes: Mapping[str, Any],
-    ) -> Self | None:
-        """Begin to time a request; None if it is neither traced nor `wanted`.
-
-        Args:
-            tracing: Traces of this process; None for none.
-            request: The client's HTTP request.
-            asks: Requests to the source.
-            wanted: Whether the client asks for its timings.
-            role: See `RequestTimeline`; None takes the role that the request itself has.
-            attributes: Attributes of the request's span.
-        """
-        span = None if tracing is None else tracing.start(request)
-        if span is None and not wanted:
-            return None
-        return cls(request[ARRIVED], span, asks, role, attributes)
+    ) -> None:
+        self.asks, self.timelines = asks, list[RequestTimeline | None]([None] * len(asks))
+        self.status, self.error = 200, ""
+        self._attributes = attributes
+        span = self._span = None if tracing is None else tracing.start(request)
+        if span is not None or wanted:
+            traceparent = "" if span is None else span.traceparent
+            self.asks = [replace(ask, timed=True, traceparent=traceparent) for ask in asks]
+            own = ("alone" if ask.transfer is None else ask.transfer.role for ask in asks)
+            self.timelines = [RequestTimeline(request[ARRIVED], role or part) for part in own]
 
     def __enter__(self) -> Self:
         return self
@@ -318,23 +305,23 @@ class TimedRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        now = time.monotonic()
-        for timeline in self.timelines:
+        now, timelines = time.monotonic(), [*filter(None, self.timelines)]
+        for timeline in timelines:
             timeline.ended = now
         if self._span is None:
             return
         if error is not None:
             self.status, self.error = _status(error), f"{type(error).__name__}: {error}"
-        attributes = {**self._attributes, **self._figures()}
+        attributes = {**self._attributes, **self._figures(timelines)}
         shown = self.error if self.status >= 500 or self.status == 200 else ""
-        self._span.end(self.timelines, attributes, self.status, shown)
+        self._span.end(timelines, attributes, self.status, shown)
 
-    def _figures(self) -> dict[str, Any]:
+    def _figures(self, timelines: Sequence[RequestTimeline]) -> dict[str, Any]:
         """Attributes by the names of vLLM and of OpenTelemetry's conventions; times in seconds."""
         params = self.asks[0].params
         prompt = sum(len(ask.token_ids) for ask in self.asks)
-        generated = sum(timeline.num_written for timeline in self.timelines)
-        timeline = self.timelines[0]
+        generated = sum(timeline.num_written for timeline in timelines)
+        timeline = timelines[0]
         figures = {
             "gen_ai.request.id": self.asks[0].request_id,
             "gen_ai.request.max_tokens": params.max_tokens,

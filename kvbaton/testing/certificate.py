@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import platform
@@ -16,6 +15,8 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+import jinja2
 
 import kvbaton
 from kvbaton.connectors.registry import (
@@ -145,6 +146,11 @@ def hide_secrets(options: Any) -> Any:
         case list():
             return [hide_secrets(value) for value in options]
         case str():
+            name, nested, rest = options.partition(":{")
+            with suppress(ValueError, RecursionError):  # it is no spec of a store within this one
+                given = json.loads("{" + rest) if nested else {}
+                if (shown := hide_secrets(given)) != given:
+                    return f"{name}:{json.dumps(shown)}"
             return _USER_INFO.sub(HIDDEN, options)
     return options
 
@@ -195,67 +201,24 @@ def junit(certificate: Certificate) -> str:
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
 
 
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse;margin:1em 0}td,th{text-align:left;padding:.1em .8em;"
-    "border-bottom:1px solid #ccc;vertical-align:top}"
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader(__package__, "."),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined,
 )
 
 
 def page(certificate: Certificate) -> str:
     """The certificate as one self-contained HTML page."""
-    told = certificate
-    name = told.plugin["name"]
-    about = {
-        "verdict": told.verdict,
-        **{key: value for key, value in told.plugin.items() if key != "name"},
-        "contract": f"{told.contract['plugin']} (kvbaton's is {told.contract['kvbaton']})",
-        "options": json.dumps(told.options),
-        "capabilities": ", ".join(f"{key} {value}" for key, value in told.capabilities.items()),
-        "back door": told.door or "none",
-        "capacity": "none of its own" if told.capacity is None else f"{told.capacity} bytes",
-        "date": told.date,
-        "machine": ", ".join(f"{key} {value}" for key, value in told.machine.items()),
-        "run": ", ".join(f"{key} {value}" for key, value in told.pressure.items()),
-    }
-    levels = []
-    for level, subject in enumerate(LEVELS):
-        some = [o for o in told.cases if o.case.startswith(f"L{level}.")]
-        passed = [o.case[3:] for o in some if o.verdict is CaseVerdict.PASSED]
-        rest = [
-            f"{o.case[3:]}: {o.verdict.value}, {o.text.splitlines()[0] if o.text else o.law}"
-            for o in some
-            if o.verdict is not CaseVerdict.PASSED
-        ]
-        if some:
-            count = f"{len(passed)}: {', '.join(passed)}"
-            levels.append([f"L{level} {subject}", count, "; ".join(rest)])
-    lines = [
-        "<!doctype html>",
-        '<html lang="en"><meta charset="utf-8">',
-        f"<title>{html.escape(f'{name}: {told.verdict}')}</title><style>{_STYLE}</style>",
-        f"<h1>{html.escape(str(name))}</h1>",
-        _table([[key, value] for key, value in about.items()]),
+    levels = [
+        (f"L{level} {subject}", [o for o in certificate.cases if o.case.startswith(f"L{level}.")])
+        for level, subject in enumerate(LEVELS)
     ]
-    if told.exclusions:
-        excluded = [[case, reason] for case, reason in told.exclusions.items()]
-        lines += ["<h2>Excluded</h2>", _table(excluded, ["case", "reason"])]
-    lines += ["<h2>Cases</h2>", _table(levels, ["level", "passed", "not run, or failed"])]
-    if told.speed:
-        values = [
-            [f"{value:.3g}" if isinstance(value, float) else value for value in row.values()]
-            for row in told.speed
-        ]
-        lines += ["<h2>Speed</h2>", _table(values, list(told.speed[0]))]
-    return "\n".join([*lines, "</html>"])
-
-
-def _table(rows: Sequence[Sequence[object]], heads: Sequence[object] = ()) -> str:
-    def row(cells: Sequence[object], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in cells)}</tr>"
-
-    lines = [row(heads, "th")] if heads else []
-    return "\n".join(["<table>", *lines, *(row(cells, "td") for cells in rows), "</table>"])
+    return _TEMPLATES.get_template("certificate.html").render(
+        told=certificate, options=json.dumps(certificate.options), levels=levels
+    )
 
 
 def _plugin(target: str, found: Any) -> dict[str, str | None]:

@@ -83,11 +83,17 @@ def test_what_is_hidden() -> None:
     options = {
         "url": "redis://me:pass@host:1/0", "secret_access_key": "x", "token": None,
         "inner": {"a": {"API_KEY": 5}}, "tiers": ["s3://user@bucket/p", {"s": {"auth_token": "t"}}],
+        "text": 'my.stores:Mine:{"inner": "s3:{\\"secret_key\\": \\"x\\"}"}',
+        "plain": 'm:{ "a": 1 }',
+        "broken": "s3:{not JSON",
     }  # fmt: skip
     assert hide_secrets(options) == {
         "url": "redis://***@host:1/0", "secret_access_key": "***", "token": None,
         "inner": {"a": {"API_KEY": "***"}},
         "tiers": ["s3://***@bucket/p", {"s": {"auth_token": "***"}}],
+        "text": 'my.stores:Mine:{"inner": "s3:{\\"secret_key\\": \\"***\\"}"}',
+        "plain": 'm:{ "a": 1 }',
+        "broken": "s3:{not JSON",
     }  # fmt: skip
 
 

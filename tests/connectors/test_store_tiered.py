@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,6 +88,16 @@ def test_nothing_is_promoted_beyond_the_bytes_of_copies() -> None:
         assert sum(has(inner(store, 0), *range(6))) == 2
         assert read(store, OBJECTS) == DATA
         until(lambda: store.counts["promoted"] == 4, "promoted: the bytes were given back")
+
+
+def test_what_is_promoted_from_a_call_with_one_key_twice_is_copied_once() -> None:
+    with tiered(prefetch=False, copy_bytes=2 * 1_001) as store:
+        save(inner(store, 1), OBJECTS)
+        twice = [pieces(bytes(len(DATA[0]))) for _ in range(2)]
+        assert wait(store.load([KEYS[0]] * 2, twice)) == [True, True]
+        until(lambda: store.counts["promoted"] == 1, "promoted")
+        assert read(store, some(1, 2)) == DATA[1:3]
+        until(lambda: store.counts["promoted"] == 3, "promoted: the bytes were given back")
 
 
 def test_a_miss_falls_to_the_next_tier() -> None:
@@ -401,6 +412,25 @@ def test_what_is_deleted_does_not_come_back_from_what_is_under_way(
             until(lambda: store._allowance.take(256 << 20), "nothing is under way")
             store._allowance.give(256 << 20)
             assert not any(find(store, list(objects)).present)
+
+
+def test_what_is_deleted_does_not_come_back_from_the_older_of_two_moves() -> None:
+    """It is prefetched while it is stored, and evicted, which is over before the prefetch."""
+    held, small = "tests.support.store_objects:HeldStore", {"memory": {"max_bytes": 2 * 1_001}}
+    with tiered(small, held, write="on_eviction", promote=False) as store:
+        save(store, some(5))
+        save(inner(store, 1), some(0))
+        HeldStore.gate.clear()
+        assert has(store, 0) == [True]
+        save(store, some(0, 1))
+        save(store, some(2, 3))
+        until(lambda: store.counts["demoted"] == 3 and len(store._moving) <= 1, "demoted")
+        deleting = store.delete(KEYS[:1])
+        futures.wait([deleting], 0.3)  # it must wait for the prefetch, so this can't be all of it
+        HeldStore.gate.set()
+        assert wait(deleting) == 1
+        until(lambda: store._allowance.take(256 << 20), "nothing is under way")
+        assert has(store, 0) == [False]
 
 
 def test_what_was_read_before_it_was_deleted_is_not_kept_after() -> None:

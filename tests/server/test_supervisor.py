@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import json
 import multiprocessing
 import os
 import signal
@@ -215,6 +216,22 @@ async def test_what_is_the_supervisors_is_passed_on() -> None:
             answer = await response.json()
             said = {"path": "/control?a=/", "body": "hello", "peer": "127.0.0.1"}
             assert answer == {"pid": os.getpid()} | said
+
+
+@pytest.mark.parametrize(
+    "names", ["X-Kvbaton-Peer", "x-kvbaton-peer", "X-Kvbaton-Peer x-kvbaton-peer"]
+)
+async def test_a_client_can_not_say_on_which_machine_it_is(names: str) -> None:
+    """Otherwise any client of a worker could pass for one on this machine: for an operator."""
+    async with supervised(count=1) as (_, url):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        claims = "".join(f"{name}: 10.1.2.3\r\n" for name in names.split())
+        writer.write(
+            f"GET /control HTTP/1.1\r\nHost: x\r\n{claims}Connection: close\r\n\r\n".encode()
+        )
+        _, _, body = (await asyncio.wait_for(reader.read(), PATIENCE_S)).partition(b"\r\n\r\n")
+        writer.close()
+    assert json.loads(body)["peer"] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(

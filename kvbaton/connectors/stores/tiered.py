@@ -124,7 +124,7 @@ class TieredStore(ComposedStore):
         self._deleting: Counter[bytes] = Counter()
         self._dropped: set[bytes] = set()
         self._to_prefetch: set[bytes] = set()
-        self._moving: dict[bytes, asyncio.Task[Any]] = {}
+        self._moving: dict[bytes, set[asyncio.Task[Any]]] = {}
         for depth, tier in enumerate(self.tiers[:-1] if write == "on_eviction" else ()):
             if not isinstance(tier.store, Evicting):
                 problem = f"tier {tier.name} does not tell what it evicts: write must be through"
@@ -279,8 +279,9 @@ class TieredStore(ComposedStore):
             self._remember(targets[i] for i in came)
             if depth and self._promotes and self._deletes == deletes:
                 busy = self._moving.keys() | self._deleting.keys()
-                copies = [(keys[i], self._copy(targets[i])) for i in came if keys[i] not in busy]
-                kept = {key: [data] for key, data in copies if data is not None}
+                wanted = {keys[i]: targets[i] for i in came if keys[i] not in busy}
+                copies = {key: self._copy(target) for key, target in wanted.items()}
+                kept = {key: [data] for key, data in copies.items() if data is not None}
                 if kept:
                     storing = self._store_above("promoted", depth, kept)
                     self._move(list(kept), storing, sum(map(_length, kept.values())))
@@ -480,12 +481,14 @@ class TieredStore(ComposedStore):
         When it ends, `num_bytes` are returned to the allowance.
         """
         task = asyncio.get_running_loop().create_task(work)
-        self._moving.update(dict.fromkeys(keys, task))
+        for key in keys:
+            self._moving.setdefault(key, set()).add(task)
 
         def moved(task: asyncio.Task[None]) -> None:
             self._allowance.give(num_bytes)
-            for key in keys:
-                if self._moving.get(key) is task:
+            for key in set(keys):
+                self._moving[key].remove(task)
+                if not self._moving[key]:
                     del self._moving[key]
             error = None if task.cancelled() else task.exception()
             if isinstance(error, StoreError):
@@ -497,7 +500,7 @@ class TieredStore(ComposedStore):
         return task
 
     async def _settled(self, keys: Iterable[bytes]) -> None:
-        if tasks := {self._moving[key] for key in keys if key in self._moving}:
+        if tasks := set[asyncio.Task[Any]]().union(*(self._moving.get(key, ()) for key in keys)):
             await asyncio.wait(tasks)
 
     def _remember(self, objects: Iterable[Pieces]) -> None:
