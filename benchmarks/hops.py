@@ -18,8 +18,8 @@ of several tokens, so that heartbeats do not matter. Calls that a thread also ma
 repeats at once, are polling and count once. Periodic work (`PERIODIC`) belongs to no request, and
 falls into one or another depending on the machine's speed. Of concurrent work, only what the
 forward pass waits for counts: not the router after it has asked the prefill node, nor a core's loop
-that waits for that pass, nor the prefill node after all KV has arrived at the decode node, nor the
-decode node before the block is sent.
+that waits for that pass, nor the prefill node after all KV has arrived at the decode node or while
+it samples a second token meanwhile, nor the decode node before the block is sent.
 
 Forms of the token ids are the different (holder, container) pairs in which functions on the
 prompt's path get them, as arguments or as fields of arguments.
@@ -345,11 +345,14 @@ def figures(
         prompt.events.append(without_polling([e for e in calls if not moves_kv(e)], polling))
         computed = p_core.first(at_p, "sampler", is_sampler)
         sent = p_core.first(computed, "write", is_at("source_worker.py:SourceWorker._post"))
-        arrived = max(
-            d_core.first(sent, "block", is_at("target_worker.py:TargetWorker._landed")),
-            d_core.first(computed, "end of the prompt", is_at("target.py:Target._complete")),
-        )
-        calls = [e for e in p_core.between(computed, arrived) if moves_kv(e)]
+        landed = d_core.first(sent, "block", is_at("target_worker.py:TargetWorker._landed"))
+        complete = d_core.first(computed, "its end", is_at("target.py:Target._complete"))
+        arrived = max(landed, complete)
+        again = [e.at for e in p_core.between(computed, arrived) if is_forward(e)][:1]
+        calls = p_core.between(computed, min([arrived, *again]))
+        for at in again:  # an idle node samples a second token while the blocks cross
+            calls += p_core.between(p_core.first(at, "second token", is_sampler), arrived)
+        calls = [e for e in calls if moves_kv(e)]
         calls += [e for e in until_forward(d_core, sent, at_d) if "rank" not in e.thread]
         kept = by_thread(without_polling(calls, polling))
         block.events.append([e for own in kept for e in without_loops(own)])

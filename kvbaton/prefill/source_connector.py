@@ -260,7 +260,7 @@ class SourceConnector(KVConnector):
     @override
     def progressed(self, request: requests.Request) -> None:
         source = self._by_request.get(request.request_id)
-        if source is None or source.start is None:
+        if source is None or source.start is None or source.reported == source.num_tokens:
             return
         self._in_flight.discard(source.attempt)
         computed = self._reportable(source, request.final_tokens())
@@ -271,7 +271,8 @@ class SourceConnector(KVConnector):
             else:
                 source.last = report
         self._report_in_flight(source, request)
-        self._go_on(source, request.sequences[0])
+        if source.reported == source.num_tokens and source.attempt in self._in_flight:
+            self._go_on(source, request.sequences[0])
 
     @override
     def launched(self, step: requests.InFlightStep) -> None:
@@ -286,10 +287,9 @@ class SourceConnector(KVConnector):
         Its KV may go to the last block of the prompt. So the sums of that block must be read before
         the next step, as those of a step in flight are.
         """
-        transfer, done = source.request.transfer, source.reported == source.num_tokens
-        if done and source.attempt in self._in_flight and transfer and transfer.goes_on:
-            if source.is_first and not source.goes_on:
-                source.goes_on = self.scheduler.extend_source(sequence)
+        transfer = source.request.transfer
+        if transfer is not None and transfer.goes_on and source.is_first:
+            source.goes_on = self.scheduler.extend_source(sequence)
 
     def _report_in_flight(self, source: _Source, request: requests.Request) -> None:
         """Report what the newest step computes before it ends, so that writes can be prepared.
