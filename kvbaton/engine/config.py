@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-DType = Literal["auto", "float32", "float16", "bfloat16"]
+DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
 LoadFormat = Literal["auto", "dummy"]
 OnlineQuantization = Literal["fp8"]
-KVCacheDType = Literal["auto", "fp8"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 
 ENCODER_SETTINGS = (
@@ -100,11 +100,13 @@ class EngineConfig:
 
     Attributes:
         model: a Hugging Face folder, or a GGUF file of Llama or Qwen.
-        dtype: dtype of weights and activations; ``auto`` takes the checkpoint's.
+        dtype: dtype of weights and activations; ``auto`` takes the checkpoint's, ``float`` and
+            ``half`` are float32 and float16.
         quantization: ``fp8`` quantises floating-point weights while they are loaded, with one scale
             per row; for GPUs with FP8 matrix products. A quantised checkpoint needs no flag.
-        kv_cache_dtype: ``fp8`` stores K and V as e4m3, divided by the checkpoint's ``k_scale`` and
-            ``v_scale`` if it has them; ``auto`` stores them in the dtype of activations.
+        kv_cache_dtype: ``fp8`` (or ``fp8_e4m3``) stores K and V as e4m3, divided by the
+            checkpoint's ``k_scale`` and ``v_scale`` if it has them; ``auto`` stores them in the
+            dtype of activations.
         load_format: ``dummy`` makes random weights from `seed` and reads no tensors.
         device: ``cpu`` or ``cuda``; ``auto`` takes CUDA if there is a GPU.
         seed: random seed of dummy weights.

@@ -329,7 +329,7 @@ def load_model_config(
     folder: str | Path,
     dtype: str = "auto",
     quantization: Literal["fp8"] | None = None,
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto",
 ) -> ModelConfig:
     """Read a model folder's configuration.
 
@@ -520,6 +520,7 @@ def _dtype(raw: _Raw, family: Family, asked: str) -> str:
     default = "bfloat16" if family.sinks else "float32"  # published gpt-oss folders name none
     name = (raw.dtype or raw.torch_dtype or default) if asked == "auto" else asked
     name = name.removeprefix("torch.")
+    name = {"half": "float16", "float": "float32"}.get(name, name)
     if name not in DTYPES:
         raise ConfigError("--dtype", f"{name!r} is unsupported; choose one of {list(DTYPES)}")
     return name

@@ -303,7 +303,7 @@ class RouteChooser:
             most = min(most, self.policy.settings.max_ttft / 1e3)
         if predicted.ttft_s > most and predicted.ttft_s > 2 * predicted.work_s:
             raise RequestError(
-                f"All nodes are busy: the first token is expected in {predicted.ttft_s:.1f} s, "
+                f"All nodes are busy: the first token is expected in {predicted.ttft_s:.2g} s, "
                 f"allowed are {most:g} s; retry later.",
                 status=429,
                 code="overloaded",

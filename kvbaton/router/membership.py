@@ -401,9 +401,13 @@ class Membership:
         """Send no new requests to a node, or resume; its next generation is not paused.
 
         Raises:
-            RequestError: There is no such node (404).
+            RequestError: There is no such node (404), or it is to resume and is drained (409).
         """
-        self.require(node_id).paused, self._ready = paused, None
+        member = self.require(node_id)
+        if not paused and member.state is NodeState.DRAINING:
+            told = f"node {node_id} is draining, which only ends with a restart of the node"
+            raise RequestError(told, status=409, code="draining")
+        member.paused, self._ready = paused, None
 
     def remove(self, node_id: str, generation: str | None = None) -> list[Change]:
         """Forget a node for good; only a new generation of it may join again.

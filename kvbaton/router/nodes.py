@@ -260,11 +260,7 @@ class Nodes(KnownNodes):
         self.on_change()
 
     def pause(self, node_id: str, *, paused: bool) -> None:
-        """Send no new requests to a node for now, or resume.
-
-        Raises:
-            RequestError: There is no such node (404).
-        """
+        """Send no new requests to a node for now, or resume; see `Membership.pause`."""
         self.membership.pause(node_id, paused=paused)
         logger.info("node %s: %s", node_id, "paused" if paused else "resumed")
         self.on_command()

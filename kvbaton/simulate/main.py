@@ -61,8 +61,8 @@ class SimulateConfig(Objectives):
     begin: float = flag(0.0, "seconds of a file to leave out", metavar="S")
     nodes: str = flag("2P2D", "P prefill, D decode (4D: all serve alone), A any", metavar="NODES")
     policies: tuple[str, ...] = flag(
-        ("least-loaded",),
-        "policies to compare, each with optional nodes: cost@4A (least-loaded)",
+        ("cost",),
+        "policies to compare, each with optional nodes: cost@4A (cost)",
         name="--policy",
         nargs="+",
         metavar="NAME[@NODES]",

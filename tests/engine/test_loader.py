@@ -100,6 +100,14 @@ def test_dtype_is_converted_on_the_way(checkpoint: Checkpoint) -> None:
     assert model.rotary.frequencies.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("half", "float16"), ("float", "float32"), ("float16", "float16")]
+)
+def test_a_dtype_may_be_named_as_elsewhere(asked: str, meant: str, checkpoint: Checkpoint) -> None:
+    config = load_model_config(checkpoint(), asked, kv_cache_dtype="fp8_e4m3")
+    assert (config.dtype, config.kv_dtype) == (meant, "float8_e4m3fn")
+
+
 def test_models_of_several_threads_keep_their_dtypes(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -278,3 +278,7 @@ async def test_a_paused_node_gets_nothing_until_it_is_resumed(make_rig: MakeRig)
     assert (await complete(rig)).status == 200
     assert len(rig.nodes["d0"].received) == 2
     assert (await rig.session.post("/nodes/nobody/pause")).status == 404
+    assert (await rig.session.post("/nodes/d1/drain")).status == 200
+    async with rig.session.post("/nodes/d1/resume") as refused:
+        assert refused.status == 409
+        assert "draining" in (await refused.read()).decode()
