@@ -156,7 +156,9 @@ class Scheduler(LoadingRequests):
             if beside and not decoding:
                 plan.budget = min(plan.budget, self._chunk(plan))
             for remaining, sequence in running:
-                if not remaining or (remaining == 1) != decoding:
+                # A source may have sampled two tokens, which must not wait for chunks of prompts.
+                decodes = remaining == 1 or remaining == 2 <= sequence.num_generated
+                if not remaining or decodes != decoding:
                     continue
                 if not decoding and not blocked and self.totals.preemptions == preemptions:
                     blocked = not self._admit_before(plan, sequence.rank)

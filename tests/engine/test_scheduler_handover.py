@@ -216,6 +216,24 @@ def test_all_tokens_of_the_source_are_taken_and_computed():
     assert loop.plans[0].num_tokens == 2
 
 
+def test_tokens_of_the_source_do_not_wait_for_the_chunks_of_a_prompt():
+    loop = Loop(max_num_batched_tokens=6, max_num_mixed_tokens=6)
+    long, request = ask("long", prompt(40)), ask("a", prompt(8, 2), transfer=target(1))
+    loop.add(long)
+    loop.step()
+    admitted = load(loop, request)
+    loop.ranks.receive(admitted.spans, known(request), admitted.num_tokens)
+    first, second, *_ = Loop().expected_of(request)[0]
+    outputs = loop.loaded("a", [ChoiceStart(first, more=(SampledToken(second),))], 0)
+    loop.emit(outputs)
+    before = len(loop.plans)
+    loop.step()
+    assert sorted(step.count for step in loop.plans[before].steps) == [2, 4]
+    loop.run()
+    loop.check_stream("a")
+    loop.check_stream("long")
+
+
 def test_nothing_follows_a_token_of_the_source_that_ends_the_text():
     loop = Loop()
     load(loop, ask("a", prompt(5), transfer=target(1)))
