@@ -145,7 +145,7 @@ class SourceConnector(KVConnector):
         self.outcomes: dict[str, int] = {}
         self._sources: dict[Attempt, _Source] = {}
         self._by_request: dict[str, _Source] = {}
-        self._in_flight: set[Attempt] = set()  # with reported blocks that a step still computes
+        self._in_flight: set[Attempt] = set()  # whose last report was made while the step ran
         self._notified_at: float | None = None
         self._held: dict[Attempt, list[Spans]] = {}  # of reserved attempts
         self._outputs: list[Output] = []
