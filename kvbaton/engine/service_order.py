@@ -92,13 +92,14 @@ class LateRequests:
 
     def _pace(self, now: float, left_s: float) -> float:
         """Seconds that each stated second of prefill took recently, while there was a queue."""
-        if self._planned is not None:
-            before, left_before_s = self._planned
+        before, left_before_s = self._planned or (now, left_s)
+        if now > before:
             self._step_s = max(now - before, FADE * self._step_s)
             self._took_s = FADE * self._took_s + now - before
             done_s = left_before_s + self._begun_s - left_s
             self._expected_s = FADE * self._expected_s + max(0.0, done_s)
-        self._planned, self._begun_s = (now, left_s), 0.0
+        if now > before or self._planned is None:
+            self._planned, self._begun_s = (now, left_s), 0.0
         low, high = PACES
         return min(max(self._took_s / max(self._expected_s, 1e-6), low), high)
 

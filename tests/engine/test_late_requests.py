@@ -85,6 +85,20 @@ def test_a_token_that_comes_when_others_of_its_step_are_computed_is_not_expected
     assert [name for name, end in ends.items() if end > begin + 8.5] == ["long"]
 
 
+def test_ranks_do_not_change_while_no_time_passes() -> None:
+    loop = one_at_a_time()
+    for i in range(4):
+        loop.add(timed(f"r{i}", i, 4.5))
+    loop.step()
+    loop.clock.now += WORK_S
+    scheduler, found = loop.scheduler, []
+    for _ in range(30):  # plans
+        scheduler.late.rank(scheduler.waiting, scheduler.running, loop.clock.now)
+        found.append([(one.request.request_id, one.rank) for one in scheduler.waiting])
+    assert [rank[1] for _, rank in found[0]] == [0, 0, 1], "one waits for the longest step, too"
+    assert all(ranks == found[0] for ranks in found)
+
+
 def begun(ttft_s: float, *, priority: int = 0, **settings: Any) -> Loop:
     """A loop of steps of 12 tokens, the first of which computed a quarter of a long prompt.
 
