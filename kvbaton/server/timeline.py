@@ -34,7 +34,7 @@ BESIDE = {
     "source": (("queue", "scheduled"), ("prefill", "first_token")),
     "alone": (("queue", "scheduled"), ("prefill", "first_token")),
     "encoder": (("queue", "scheduled"), ("encode", "first_token")),
-    "target": (("queue", "loading"), ("reserve", "accepted")),
+    "target": (("queue", "loading"), ("reserve", "accepted"), *ARRIVAL[:2]),
 }
 """By part of a node: stages that are shown even if no token waits for them."""
 
@@ -188,6 +188,11 @@ class RequestTimeline:
         for part in self.parts:
             at = min(part.marks.get("asked", self.submitted or self.arrived), ends)
             for name, border, _ in _known(part, *BESIDE.get(part.part.partition("-")[0], ())):
+                if name == "wire":  # which begins when the first token is sampled
+                    sources = (one for one in self.parts if one.part == "source")
+                    at = min(
+                        max([at, *(one.marks.get("first_token", at) for one in sources)]), ends
+                    )
                 until = min(max(border, at), ends)
                 if (name, part.part, part.attempt) not in on_path:
                     found.append(Stage(name, at, until, part))

@@ -18,7 +18,7 @@ from tests.simulator.executor import SimulatedExecutor
 from tests.simulator.run import REST_S, Simulation, main, simulate
 from tests.simulator.world import SimulatedWorld, ViolationError, Weather
 
-SCHEDULES = 70
+SCHEDULES = 80
 OFTEN = {
     "delivered": 170,
     "failed": 100,

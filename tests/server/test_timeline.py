@@ -64,9 +64,13 @@ def test_a_hand_over() -> None:
 
 def test_a_second_token_of_the_source_waits_for_no_hand_over() -> None:
     source = [*SOURCE, *marks_of("source", second_token=101.6)]
-    path = lengths(timeline_of(*source, *TARGET).path("second_token"))
+    timeline = timeline_of(*source, *TARGET)
+    path = lengths(timeline.path("second_token"))
     first = {"tokenize": 0.1, "route": 0.1, "queue": 0.5, "prefill": 0.8}
     assert path == {**first, "first_decode": 0.1, "respond": 1.4}
+    beside = [stage for stage in timeline.stages() if not stage.paths and stage.part]
+    assert [stage.name for stage in beside] == ["queue", "reserve", "wire", "verify"]
+    assert lengths(beside[2:]) == {"wire": 0.2, "verify": 0.1}
 
 
 def test_a_hand_over_that_failed_is_computed_anew() -> None:
