@@ -185,14 +185,12 @@ class RequestTimeline:
                 else:
                     on_path[key] = Stage(stage.name, stage.start, stage.end, part, (token,))
                     found.append(on_path[key])
+        sources = {part.attempt: part.marks for part in self.parts if part.part == "source"}
         for part in self.parts:
             at = min(part.marks.get("asked", self.submitted or self.arrived), ends)
             for name, border, _ in _known(part, *BESIDE.get(part.part.partition("-")[0], ())):
                 if name == "wire":  # which begins when the first token is sampled
-                    sources = (one for one in self.parts if one.part == "source")
-                    at = min(
-                        max([at, *(one.marks.get("first_token", at) for one in sources)]), ends
-                    )
+                    at = min(max(at, sources.get(part.attempt, {}).get("first_token", at)), ends)
                 until = min(max(border, at), ends)
                 if (name, part.part, part.attempt) not in on_path:
                     found.append(Stage(name, at, until, part))

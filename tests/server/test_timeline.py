@@ -73,6 +73,13 @@ def test_a_second_token_of_the_source_waits_for_no_hand_over() -> None:
     assert lengths(beside[2:]) == {"wire": 0.2, "verify": 0.1}
 
 
+def test_the_wire_of_an_attempt_begins_with_its_own_first_token() -> None:
+    again = marks_of("source", 1, asked=101.85, scheduled=101.86, first_token=101.95)
+    timeline = timeline_of(*SOURCE, *TARGET, *again)
+    (wire,) = [stage for stage in timeline.stages() if stage.name == "wire"]
+    assert (wire.start, wire.end) == (101.5, 101.7)
+
+
 def test_a_hand_over_that_failed_is_computed_anew() -> None:
     path = timeline_of(*SOURCE, *FAILED).path("second_token")
     assert [stage.name for stage in path[4:]] == ["wire", "recompute", "first_decode", "respond"]
