@@ -6,8 +6,8 @@
 
 Each request goes to the prefill node alone, and through the router to P and D, whose first token
 comes from P. A P that is idle samples the second, too, so the third one needs the hand-over; else
-the second does. Then closed loops of clients follow. The workload
-is that of `workload`, over HTTP; results stand beside those of vLLM 0.26.0. Shapes of
+the second does. Then closed loops of clients follow. The workload is that of `workload`, over HTTP;
+results stand beside those of vLLM 0.26.0. Shapes of
 `bench_gpu_shapes` other than 8B have no loops; instead, the bytes transferred for a prompt by the
 metrics are compared with what each group of layers must transfer: a latent once, of a window only
 its tokens. For each length and load, a table shows the time between P's last step and D's first one
@@ -59,8 +59,9 @@ BLOCK = 16
 """Tokens per KV block."""
 
 ALONE = "alone"
-TOKENS = "first", "second", "third"
 """Name of the way that asks only the prefill node."""
+TOKENS = "first", "second", "third"
+"""Tokens that are timed."""
 
 REPORT_S = 0.05
 """Seconds after a client's first token until the prefill step is in the node's list of steps."""

@@ -35,6 +35,7 @@ from kvbaton.engine.loading_requests import LoadingRequests
 from kvbaton.engine.request import InFlightStep, ScheduledSequence, Sequence, SequenceState
 from kvbaton.engine.speculative import propose
 from kvbaton.engine.step import (
+    MOST_KNOWN,
     BlockCopy,
     Fork,
     NewSequence,
@@ -156,8 +157,8 @@ class Scheduler(LoadingRequests):
             if beside and not decoding:
                 plan.budget = min(plan.budget, self._chunk(plan))
             for remaining, sequence in running:
-                # A source may have sampled two tokens, which must not wait for chunks of prompts.
-                decodes = remaining == 1 or remaining == 2 <= sequence.num_generated
+                # Tokens that a source has sampled must not wait for chunks of prompts.
+                decodes = remaining == 1 or remaining <= min(MOST_KNOWN, sequence.num_generated)
                 if not remaining or decodes != decoding:
                     continue
                 if not decoding and not blocked and self.totals.preemptions == preemptions:
@@ -379,12 +380,12 @@ class Scheduler(LoadingRequests):
         request, known = sequence.request, len(sequence.tokens)
         most = min(len(request.prompt) + request.params.max_tokens, self.config.max_model_len)
         alone = self.running == [sequence] and not self.waiting
-        if not alone or request.params.grammar or known + 2 > most:
+        if not alone or request.params.grammar or known + MOST_KNOWN > most:
             return False
         need = self.blocks.need(sequence.tables, known + 1, start=known)
         if sequence.pending != 1 or not self.blocks.fits(need):
             return False
-        request.limit = known + 2
+        request.limit = known + MOST_KNOWN
         return True
 
     # --- admission ---

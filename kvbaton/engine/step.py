@@ -27,6 +27,11 @@ a faster attention kernel, but enqueueing their layers one by one takes the thre
 about 11 ms."""
 
 
+MOST_KNOWN = 2
+"""Maximum number of known tokens of a sequence that are computed like those of decoding ones: as
+many as a source samples before its target goes on."""
+
+
 class NewSequence(Struct, frozen=True, array_like=True):
     """A sequence that the runner does not know yet, or not any more after preemption.
 

@@ -233,7 +233,7 @@ class SourceConnector(KVConnector):
             )
             last, source.last = source.last, None
             self.transfers.submit(*(ended,) if last is None else (last, ended))
-        else:
+        elif source.goes_on:
             self.transfers.submit()  # only wakes the thread: the sums of the last blocks are there
 
     def _with_params(self, output: Output, source: _Source) -> Output:

@@ -111,6 +111,14 @@ class _Choice:
     finished: bool = False
 
 
+def _uncommitted(choice: _Choice, output: Output) -> tuple[int, ...] | None:
+    """Tokens of an output beyond the committed ones; None if it contradicts these."""
+    known = choice.tokens[output.index :]
+    if any(a != b for a, b in zip(known, output.token_ids, strict=False)):
+        return None
+    return output.token_ids[len(known) :]
+
+
 class RequestRelay:
     """Relays one request. Feed it events, and carry out its actions in order.
 
@@ -355,10 +363,9 @@ class RequestRelay:
         count, end = len(choice.tokens), output.index + len(output.token_ids)
         if not output.token_ids or output.index > count:
             return actions
-        known, reason = choice.tokens[output.index :], output.finish_reason
-        if any(a != b for a, b in zip(known, output.token_ids, strict=False)):
+        new, reason = _uncommitted(choice, output), output.finish_reason
+        if new is None:
             return actions  # the target's tokens were first, and its next ones follow from them
-        new = output.token_ids[len(known) :]
         if new and reason == "stop":
             choice.held, new = output, new[:-1]
         if new:
@@ -376,15 +383,13 @@ class RequestRelay:
         choice = self._choices[output.choice]
         if choice.finished:
             return []
-        new, reason, count = output.token_ids, output.finish_reason, len(choice.tokens)
+        reason, count = output.finish_reason, len(choice.tokens)
         if output.index > count:
             missing = f"it skipped tokens {count} to {output.index - 1}"
             return self.failed(asked, NodeError(missing), now)
-        if output.index < count:
-            known = tuple(choice.tokens[output.index :])
-            if any(a != b for a, b in zip(known, new, strict=False)):
-                return self._contradicted(asked, output, now)
-            new = new[len(known) :]
+        new = output.token_ids if output.index == count else _uncommitted(choice, output)
+        if new is None:
+            return self._contradicted(asked, output, now)
         if not new and reason is None:
             return []
         relayed = self._commit(output, new, reason, output.stop_reason)

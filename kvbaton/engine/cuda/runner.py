@@ -24,13 +24,10 @@ from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.runner import Ints, Runner, StepOutput
 from kvbaton.engine.sampler import sampling_from
 from kvbaton.engine.state_blocks import StateBatch
+from kvbaton.engine.step import MOST_KNOWN
 from kvbaton.engine.upload import upload, upload_ids
 from kvbaton.kernels.prefill_attention import PrefillBatch
 from kvbaton.kernels.sample_tokens import sample_tokens
-
-MOST_KNOWN = 2
-"""Maximum number of known tokens that a sequence computes in a decode graph, each as a row of its
-own: as many as a source samples before its target goes on."""
 
 SHORT_CONTEXT = 2048
 """Context in tokens below which tables are cut: the prefill kernel then takes smaller tiles."""
