@@ -383,6 +383,7 @@ def measure(name: str, args: argparse.Namespace) -> list[Row]:
         max_model_len=PREFILL_LENGTH + 256,
         max_num_seqs=max(BATCHES),
         max_num_batched_tokens=CHUNK,
+        max_num_mixed_tokens=CHUNK,  # prompts are over after a few steps, as `decode_step` needs
         enable_prefix_caching=False,
         kv_cache_dtype=args.kv_cache_dtype,
     )

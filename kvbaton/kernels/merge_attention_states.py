@@ -13,7 +13,11 @@ from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton
 
 
 def merge_attention_states(
-    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
+    out1: torch.Tensor,
+    lse1: torch.Tensor,
+    out2: torch.Tensor,
+    lse2: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute lse = log(e^lse1 + e^lse2); out = out1 * e^(lse1 - lse) + out2 * e^(lse2 - lse).
 
@@ -24,14 +28,17 @@ def merge_attention_states(
         lse1: [T, heads], fp32, natural logarithm; any strides.
         out2: Like `out1`.
         lse2: Like `lse1`.
+        out: Tensor for the result, contiguous; may be `out1`. None allocates one.
 
     Returns:
         out [T, heads, D] (contiguous, dtype of `out1`, 0 where both are empty) and lse [T, heads].
     """
-    if not use_triton(out1):
-        return merge_attention_states_reference(out1, lse1, out2, lse2)
     tokens, heads, head_dim = out1.shape
-    out = torch.empty(out1.shape, dtype=out1.dtype, device=out1.device)
+    if out is None:
+        out = torch.empty(out1.shape, dtype=out1.dtype, device=out1.device)
+    if not use_triton(out1):
+        merged, lse = merge_attention_states_reference(out1, lse1, out2, lse2)
+        return out.copy_(merged), lse
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=out1.device)
     if tokens:
         _kernel[(tokens,)](

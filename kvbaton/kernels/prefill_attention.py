@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from kvbaton.kernels.gather_pages import gather_pages
 from kvbaton.kernels.merge_attention_states import merge_attention_states
@@ -104,8 +103,7 @@ def plan_ahead(most_tokens: int, longest: int, device: torch.device) -> None:
                 _prompt(query, key, value, 1.0)
             else:
                 both = key.new_empty(1, kv_heads, keys, dim)
-                padded = query.contiguous().transpose(0, 1)[None]
-                _cudnn_batch(padded, both, both, form == "own", 1.0)
+                _cudnn_batch(query[None].transpose(1, 2), both, both, form == "own", 1.0)
             planned.add((form, queries, keys))
 
 
@@ -190,7 +188,7 @@ def prefill_attention(
             out[span] = _prompt(query[span], key[span], value[span], scale)
         elif piece.form == "chunk":
             table, prefix = batch.block_tables[rows.start], batch.prefix_lens[rows.start]
-            out[span] = _chunk(query[span], key_cache, value_cache, table, prefix, scale)
+            _chunk(query[span], key_cache, value_cache, table, prefix, scale, out[span])
         else:
             paged_prefill_attention(
                 query, key_cache, value_cache,
@@ -316,14 +314,20 @@ def _prompt(
     return out[0].transpose(0, 1)[:tokens]
 
 
-def _pad_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Pad [T, heads, D] with zeros to [1, size, heads, D]; a token's strides are kept."""
+def _pad_tokens(x: torch.Tensor, size: int, before: int = 0) -> torch.Tensor:
+    """Pad [T, heads, D] with zeros, `before` of them in front, to [1, size, heads, D].
+
+    A token's strides are kept. Without padding this is `x` itself.
+    """
     if len(x) == size:
         return x[None]
     shape, strides = (1, size, *x.shape[1:]), (size * x.stride(0), *x.stride())
     padded = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-    padded[0, : len(x)] = x
-    padded[0, len(x) :] = 0
+    end = before + len(x)
+    padded[0, before:end] = x
+    padded[0, end:] = 0
+    if before:
+        padded[0, :before] = 0
     return padded
 
 
@@ -334,14 +338,11 @@ def _chunk(
     block_table: torch.Tensor,
     prefix: int,
     scale: float,
-) -> torch.Tensor:
-    """Attention of a chunk after `prefix` cached tokens."""
+    target: torch.Tensor,
+) -> None:
+    """Attention of a chunk after `prefix` cached tokens, into `target`."""
     tokens, rest = query.shape[0], prefix % PREFIX_GRANULE
     (_, own, _), *earlier = _chunk_shapes(tokens, prefix)
-
-    def padded(before: int, queries: int) -> torch.Tensor:
-        """The queries as [1, heads, queries, D], with `before` zeros in front."""
-        return pad(query, (0, 0, 0, 0, before, queries - before - tokens)).transpose(0, 1)[None]
 
     def among(queries: torch.Tensor, before: int, start: int, keys: int) -> State:
         there = prefix + tokens - start
@@ -351,13 +352,15 @@ def _chunk(
         out, lse = out[0].transpose(0, 1), lse[0, :, :, 0].T
         return out[before : before + tokens], lse[before : before + tokens]
 
-    state = among(padded(rest, own), rest, prefix - rest, own)
-    if earlier:  # all pieces share one padding of the queries, for fewer launches
-        queries, start = padded(0, earlier[0][1]), 0
-        for _, _, keys in earlier:
-            state = merge_attention_states(*state, *among(queries, 0, start, keys))
-            start += keys
-    return state[0]
+    state = among(_pad_tokens(query, own, rest).transpose(1, 2), rest, prefix - rest, own)
+    if not earlier:
+        target[:] = state[0]
+        return
+    # All pieces share one padding of the queries, for fewer launches.
+    queries, start = _pad_tokens(query, earlier[0][1]).transpose(1, 2), 0
+    for _, _, keys in earlier:
+        state = merge_attention_states(*state, *among(queries, 0, start, keys), target)
+        start += keys
 
 
 def _cudnn_batch(

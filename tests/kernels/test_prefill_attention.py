@@ -89,9 +89,11 @@ def test_plans_are_for_the_strides_that_are_launched(
 ) -> None:
     """cuDNN plans anew for any other."""
     launched: list[Any] = []
+    pointers = set[int]()
 
     def launch(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Any:
         launched.append([(x.shape, x.stride()) for x in (query, key, value)] + [causal])
+        pointers.add(query.data_ptr())
         return query, torch.zeros(*query.shape[:3], 1)
 
     monkeypatch.setattr(prefill, "_cudnn_batch", launch)
@@ -99,7 +101,7 @@ def test_plans_are_for_the_strides_that_are_launched(
     monkeypatch.setattr(prefill, "_planned", {})
     # Interpreted, what has nothing to do with strides takes minutes.
     monkeypatch.setattr("kvbaton.kernels.gather_pages._kernel", MagicMock())
-    monkeypatch.setattr(prefill, "merge_attention_states", lambda *states: states[:2])
+    monkeypatch.setattr(prefill, "merge_attention_states", lambda *states: (states[4], states[1]))
     keys, values = torch.zeros(2, 1, 2, 16, 8)
     together = torch.zeros(2048, 8 * 8)  # as one product gives queries, keys and values
 
@@ -130,6 +132,9 @@ def test_plans_are_for_the_strides_that_are_launched(
             found = attend(tokens, prefix)
             assert found, "the paged kernel took it"
             assert all(each in planned for each in found)
+    pointers.clear()
+    attend(1024, longest // 1024 * 1024 - 1024)
+    assert pointers == {together.data_ptr()}, "queries that need no padding were copied"
 
 
 @pytest.mark.parametrize(
