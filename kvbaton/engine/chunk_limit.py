@@ -23,6 +23,8 @@ tokens are cheap."""
 CAREFUL = 1 / 16
 """Share of an increase that is made once a chunk was too long. Padding and attention make further
 tokens dearer than those before, so after full increases every other chunk would be late."""
+WHOLE_STEPS = 16
+"""Number of long chunks until the smallest one is tried again, if that was too long, too."""
 FADE = 0.125
 """Weight of a new step in the running means."""
 PADDED = 32, 128
@@ -41,6 +43,9 @@ unless sequences that decode have an ITL objective."""
 
 def chunk_tokens(objective_s: float, step_s: float, token_s: float, most: int, mixed: int) -> int:
     """The limit that `ChunkLimit` would come to, for routers, which know costs but see no steps.
+
+    At least `LEAST`, also where steps with so few are too long: what breaks the objective at a node
+    is to look as slow to a router as the objective would make it.
 
     Args:
         objective_s: ITL objective of the decoding sequences; infinite for none.
@@ -83,16 +88,18 @@ class ChunkLimit:
         self._least = min(most, max(LEAST, least))
         self._limit, self._asked = float(self._least), 0
         self._objective_s, self._careful = math.inf, False
-        self._alone_s = self._chunks_s = self._chunks = 0.0
+        self._alone_s = self._chunks_s = self._chunks = self._least_s = 0.0
+        self._whole_steps = 0
 
     @property
     def current(self) -> int:
         """Current limit in prompt tokens, for the objective last given to `for_step`; not rounded.
 
         The whole step if steps without prompts miss the objective already: few long steps are then
-        better than many slightly longer ones.
+        better than many slightly longer ones. So they are, as without an objective, if steps with
+        the smallest chunk miss it, where prompt tokens are dear, as on a CPU.
         """
-        if self._objective_s == math.inf:
+        if self._objective_s == math.inf or self._whole_steps:
             return self._mixed
         return self._most if self._alone_s > AIM * self._objective_s else int(self._limit)
 
@@ -108,8 +115,9 @@ class ChunkLimit:
         """
         if objective_s != self._objective_s:
             self._objective_s, self._careful = objective_s, False
+            self._least_s, self._whole_steps = 0.0, 0
         tokens = self.current
-        if objective_s == math.inf:
+        if objective_s == math.inf or self._whole_steps:
             tokens -= decodes % GRAIN
         elif tokens == self._most:
             return tokens
@@ -128,6 +136,13 @@ class ChunkLimit:
         self._chunks += FADE * (prompts - self._chunks)
         if self._objective_s == math.inf:
             return
+        if self._whole_steps:
+            self._whole_steps -= 1
+            self._least_s = 0.0
+        elif self._least / 2 <= prompts <= self._least:
+            weight = FADE if self._least_s else 1.0
+            self._least_s += weight * (seconds - self._least_s)
+            self._whole_steps = WHOLE_STEPS if self._least_s > self._objective_s else 0
         aim_s = AIM * self._objective_s
         if prompts <= self._asked - PADDED[0] and seconds <= aim_s:
             return  # the short end of a prompt: the first tokens of a chunk cost the most

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine import scheduler
-from kvbaton.engine.chunk_limit import AIM, LEAST, ChunkLimit, chunk_tokens
+from kvbaton.engine.chunk_limit import AIM, LEAST, WHOLE_STEPS, ChunkLimit, chunk_tokens
 from kvbaton.engine.cuda.prompt_graphs import padded_sizes
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.step import StepPlan
@@ -255,6 +255,32 @@ def test_who_went_too_far_does_not_go_there_again_and_again() -> None:
         limit.observe((1.0, rows[-1] - 70.0, 0.0, 70.0, 0.0), seconds)
     assert rows[40:].count(768) <= 0.15 * len(rows[40:])
     assert rows[40:].count(640) >= 0.8 * len(rows[40:])
+
+
+def test_if_the_smallest_chunk_is_too_long_chunks_are_as_without_an_objective() -> None:
+    """On a CPU each prompt token takes as long as any other: all small chunks would be late."""
+    limit, token_s, chunks = ChunkLimit(MOST, 256), 1e-3, list[int]()
+
+    def step(objective_s: float) -> None:
+        count = limit.for_step(3, objective_s)
+        chunks.append(count)
+        for prompts in (0.0, float(count)):
+            limit.observe((1.0, prompts, 0.0, 3.0, 0.0), 0.01 + token_s * prompts)
+
+    for _ in range(3 * (1 + WHOLE_STEPS)):
+        step(0.05)
+    assert chunks == [LEAST, *[256 - 3] * WHOLE_STEPS] * 3, "the smallest is tried now and then"
+    for _ in range(100):
+        step(0.1)
+    assert all(count < 90 for count in chunks[-100:]), "now it fits"
+    token_s = 3e-3
+    for _ in range(100):
+        step(0.1)
+    assert chunks[-100:].count(256 - 3) >= 85
+    token_s = 1e-3
+    for _ in range(30):
+        step(0.1)
+    assert chunks[-1] < 90
 
 
 def test_the_end_of_a_prompt_tells_nothing_unless_it_was_late() -> None:
