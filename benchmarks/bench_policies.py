@@ -6,7 +6,8 @@ Nodes of one thread each serve a model of 25 million parameters, with Poisson ar
 and answers of mixed lengths. Each policy serves the same requests, on nodes started for it that
 have served as many others before. Then the simulator serves them, with the costs of steps and
 hand-overs that the nodes measured (`kvbaton_step_cost_seconds`, `kvbaton_wire_cost_seconds`;
-medians over all nodes). The two nodes and the client need three free cores, or a rate at which the
+medians over all nodes), and the requests of other seeds, since policies differ by less than loads
+do. The two nodes and the client need three free cores, or a rate at which the
 nodes are often idle.
 """
 
@@ -20,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import aiohttp
 
@@ -127,14 +128,14 @@ def engine_of(told: Sequence[Mapping[str, float]], num_blocks: int) -> EngineMod
     )
 
 
-def simulated(spec: str, model: EngineModel, args: argparse.Namespace) -> Figures:
-    """Figures of the same requests in the simulator."""
+def simulated(spec: str, model: EngineModel, args: argparse.Namespace, seed: int) -> Figures:
+    """Figures of the requests of a seed in the simulator."""
     policy, _, nodes = spec.partition("@")
     settings = settings_of(policy, args.ttft_slo, args.itl_slo)
     before = requests(args, 0)
     starts = before[-1].at + 5.0
-    trace = [*before, *requests(args, args.seed, starts)]
-    done = simulate(trace, parse_nodes(nodes), model, settings, seed=args.seed).outcomes
+    trace = [*before, *requests(args, seed, starts)]
+    done = simulate(trace, parse_nodes(nodes), model, settings, seed=seed).outcomes
     counts = [outcome for outcome in done if outcome.begin >= starts]
     good = [is_good(outcome, args.ttft_slo, args.itl_slo) for outcome in counts]
     ttfts = [outcome.ttft_s for outcome in counts if outcome.ttft_s is not None]
@@ -154,6 +155,7 @@ def main() -> None:
     add("--ttft-slo", type=float, default=1000.0, help="TTFT objective in ms")
     add("--itl-slo", type=float, default=40.0, help="objective in ms for a request's mean ITL")
     add("--seed", type=int, default=1, help="seed of the run that counts, at least 1")
+    add("--seeds", type=int, default=12, help="loads that are only simulated")
     add("--json", type=Path)
     args = parser.parse_args()
     found, told, num_blocks = dict[str, Figures](), list[Mapping[str, float]](), 2000
@@ -170,16 +172,23 @@ def main() -> None:
             print(spec, found[spec], flush=True)
     model = engine_of(told, num_blocks)
     print(model, flush=True)
-    virtual = {spec: simulated(spec, model, args) for spec in args.policies}
+    virtual, means = dict[str, Figures](), dict[str, Figures]()
+    for spec in args.policies:
+        virtual[spec] = simulated(spec, model, args, args.seed)
+        others = [simulated(spec, model, args, seed) for seed in range(1, args.seeds + 1)]
+        means[spec] = {what: fmean(other[what] for other in others) for what in virtual[spec]}
+    tables = {"real": found, "simulated": virtual, f"mean of {args.seeds} loads": means}
     rows = [
-        {"policy": spec, "what": what, "real": value, "simulated": virtual[spec][what]}
+        {"policy": spec, "what": what} | {name: ways[spec][what] for name, ways in tables.items()}
         for spec, seen in found.items()
-        for what, value in seen.items()
+        for what in seen
     ]
     publish("policies", vars(args), rows, args.json)
     for what in ("good", "TTFT p50, ms", "pace p50, ms"):
-        orders = [sorted(ways, key=lambda s: ways[s][what]) for ways in (found, virtual)]
-        print(f"{what}, ascending: real {', '.join(orders[0])}; simulated {', '.join(orders[1])}")
+        for name, ways in tables.items():
+            print(
+                f"{what}, ascending, {name}: {', '.join(sorted(ways, key=lambda s: ways[s][what]))}"
+            )
 
 
 if __name__ == "__main__":
