@@ -23,7 +23,7 @@ tokens are cheap."""
 CAREFUL = 1 / 16
 """Share of an increase that is made once a chunk was too long. Padding and attention make further
 tokens dearer than those before, so after full increases every other chunk would be late."""
-WHOLE_STEPS = 16
+LONG_CHUNKS = 16
 """Number of long chunks until the smallest one is tried again, if that was too long, too."""
 FADE = 0.125
 """Weight of a new step in the running means."""
@@ -89,7 +89,7 @@ class ChunkLimit:
         self._limit, self._asked = float(self._least), 0
         self._objective_s, self._careful = math.inf, False
         self._alone_s = self._chunks_s = self._chunks = self._least_s = 0.0
-        self._whole_steps = 0
+        self._long_chunks = 0
 
     @property
     def current(self) -> int:
@@ -99,7 +99,7 @@ class ChunkLimit:
         better than many slightly longer ones. So they are, as without an objective, if steps with
         the smallest chunk miss it, where prompt tokens are dear, as on a CPU.
         """
-        if self._objective_s == math.inf or self._whole_steps:
+        if self._objective_s == math.inf or self._long_chunks:
             return self._mixed
         return self._most if self._alone_s > AIM * self._objective_s else int(self._limit)
 
@@ -115,9 +115,9 @@ class ChunkLimit:
         """
         if objective_s != self._objective_s:
             self._objective_s, self._careful = objective_s, False
-            self._least_s, self._whole_steps = 0.0, 0
+            self._least_s, self._long_chunks = 0.0, 0
         tokens = self.current
-        if objective_s == math.inf or self._whole_steps:
+        if objective_s == math.inf or self._long_chunks:
             tokens -= decodes % GRAIN
         elif tokens == self._most:
             return tokens
@@ -136,13 +136,13 @@ class ChunkLimit:
         self._chunks += FADE * (prompts - self._chunks)
         if self._objective_s == math.inf:
             return
-        if self._whole_steps:
-            self._whole_steps -= 1
+        if self._long_chunks:
+            self._long_chunks -= 1
             self._least_s = 0.0
         elif self._least / 2 <= prompts <= self._least:
             weight = FADE if self._least_s else 1.0
             self._least_s += weight * (seconds - self._least_s)
-            self._whole_steps = WHOLE_STEPS if self._least_s > self._objective_s else 0
+            self._long_chunks = LONG_CHUNKS if self._least_s > self._objective_s else 0
         aim_s = AIM * self._objective_s
         if prompts <= self._asked - PADDED[0] and seconds <= aim_s:
             return  # the short end of a prompt: the first tokens of a chunk cost the most

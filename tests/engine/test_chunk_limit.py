@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine import scheduler
-from kvbaton.engine.chunk_limit import AIM, LEAST, WHOLE_STEPS, ChunkLimit, chunk_tokens
+from kvbaton.engine.chunk_limit import AIM, LEAST, LONG_CHUNKS, ChunkLimit, chunk_tokens
 from kvbaton.engine.cuda.prompt_graphs import padded_sizes
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.step import StepPlan
@@ -267,9 +267,9 @@ def test_if_the_smallest_chunk_is_too_long_chunks_are_as_without_an_objective() 
         for prompts in (0.0, float(count)):
             limit.observe((1.0, prompts, 0.0, 3.0, 0.0), 0.01 + token_s * prompts)
 
-    for _ in range(3 * (1 + WHOLE_STEPS)):
+    for _ in range(3 * (1 + LONG_CHUNKS)):
         step(0.05)
-    assert chunks == [LEAST, *[256 - 3] * WHOLE_STEPS] * 3, "the smallest is tried now and then"
+    assert chunks == [LEAST, *[256 - 3] * LONG_CHUNKS] * 3, "the smallest is tried now and then"
     for _ in range(100):
         step(0.1)
     assert all(count < 90 for count in chunks[-100:]), "now it fits"
