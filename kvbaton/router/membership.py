@@ -526,7 +526,8 @@ class Membership:
             self.model = info.model
         elif info.model != self.model:
             raise RequestError(
-                f"this router serves {self.model!r} until it is restarted, the node {info.model!r}",
+                f"this router serves {self.model!r} until it is restarted, the node {info.model!r}"
+                "; give both the same --served-model-name if it is one model",
                 param="model",
                 status=409,
             )

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -298,7 +299,8 @@ class _Registration:
             self._session() as session,
             session.delete(url, server_hostname=self._url.host) as response,
         ):
-            response.raise_for_status()
+            if response.status != HTTPStatus.NOT_FOUND:  # it never had the node, or not any more
+                response.raise_for_status()
 
     def _session(self) -> aiohttp.ClientSession:
         registrar = self._registrar

@@ -234,7 +234,8 @@ def test_bad_registrations_are_refused_by_name(
 
 def test_only_one_model_is_served(membership: Membership) -> None:
     membership.register(info("d0", model="a"), 0.0)
-    with pytest.raises(RequestError, match="'a' until it is restarted") as caught:
+    told = "'a' until it is restarted, the node 'b'; give both the same --served-model-name"
+    with pytest.raises(RequestError, match=told) as caught:
         membership.register(info("d1", model="b"), 0.0)
     assert caught.value.status == 409
 
