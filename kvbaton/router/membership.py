@@ -296,7 +296,7 @@ class Membership:
         try:
             self._check(info)
             if info.role != wanted:
-                raise RequestError(f"--{wanted} names {url}, which is a {info.role} node")
+                raise RequestError(f"--{wanted} names {url}, a node of role {info.role!r}")
             holder = self.members.get(info.node_id, known)
             if holder is not known:
                 raise RequestError(f"node id {info.node_id!r} belongs to {holder.info.url}, too")

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -299,7 +298,7 @@ class _Registration:
             self._session() as session,
             session.delete(url, server_hostname=self._url.host) as response,
         ):
-            if response.status != HTTPStatus.NOT_FOUND:  # it never had the node, or not any more
+            if response.status not in REFUSALS:  # it never had the node, or not any more
                 response.raise_for_status()
 
     def _session(self) -> aiohttp.ClientSession:

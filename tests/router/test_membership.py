@@ -261,7 +261,7 @@ def test_a_static_node_of_the_wrong_role_is_not_used(membership: Membership) -> 
     membership.add_static("http://127.0.0.1:9", "prefill", 0.0)
     [change] = membership.identified("http://127.0.0.1:9", info("d5"), 1.0)
     assert change.new is NodeState.UNHEALTHY
-    assert "is a decode node" in change.reason
+    assert "a node of role 'decode'" in change.reason
 
 
 # --- two nodes with one id ---
