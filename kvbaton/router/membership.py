@@ -383,7 +383,8 @@ class Membership:
             if other is mine or member.state is not NodeState.READY or not fit:
                 continue
             if other.identity != mine.identity:
-                reason = "other weights or settings of the KV cache: compare model folders, dtypes"
+                reason = "other weights or settings of the KV cache: compare model folders, "
+                reason += "--dtype, --kv-cache-dtype and --quantization"
                 found[reason] = other.node_id
             elif other.transport != mine.transport:
                 found[f"transport {mine.transport!r} against {other.transport!r}"] = other.node_id

@@ -128,6 +128,7 @@ def test_nodes_that_never_hand_over_are_told_why(membership: Membership) -> None
     make_ready(membership, info("d1", identity="bb", transport="nixl"))
     [line] = membership.misfits("d1")
     assert line.startswith("never hands over with p0: other weights")
+    assert "--kv-cache-dtype" in line
     make_ready(membership, info("d2", identity="aa", transport="tcp"))
     [line] = membership.misfits("d2")
     assert line == "never hands over with p0: transport 'tcp' against 'nixl'"
