@@ -406,5 +406,6 @@ def _attach(socket: zmq.Socket[bytes], key: str, endpoint: str, *, bind: bool = 
             return socket.getsockopt_string(zmq.LAST_ENDPOINT)
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(KV_EVENTS_FLAG, f"{key} {endpoint!r}: {error}") from error
+        hint = "; port * takes a free one" if error.errno == zmq.EADDRINUSE else ""
+        raise ConfigError(KV_EVENTS_FLAG, f"{key} {endpoint!r}: {error}{hint}") from error
     return endpoint

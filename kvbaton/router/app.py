@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 STATIC_NODE_S = 600.0
 """Seconds that a static node may take to report what model it serves."""
+ASK_PERIOD_S = 0.5
+"""Seconds between questions to static nodes."""
 
 
 def main(config: RouterConfig) -> int:
@@ -226,7 +228,7 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
 
 
 async def _ask_static_nodes(config: RouterConfig) -> NodeInfo:
-    give_up = time.monotonic() + STATIC_NODE_S
+    give_up, told = time.monotonic() + STATIC_NODE_S, dict[str, str]()
     timeout = aiohttp.ClientTimeout(total=2.0)
     async with aiohttp.ClientSession(headers=config.node_headers, timeout=timeout) as session:
         while True:
@@ -237,7 +239,10 @@ async def _ask_static_nodes(config: RouterConfig) -> NodeInfo:
                         response.raise_for_status()
                         return msgspec.json.decode(await response.read(), type=NodeInfo)
                 except (aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE) as error:
-                    logger.info("waiting for %s: %s", url, error)
+                    if told.get(url) != (reason := str(error) or repr(error)):
+                        logger.info("waiting for %s: %s", url, reason)
+                    told[url] = reason
             if time.monotonic() >= give_up:
-                raise ConfigError("--model", "no node answered what model it serves")
-            await asyncio.sleep(0.5)
+                why = ", ".join(f"{url}: {reason}" for url, reason in told.items())
+                raise ConfigError("--model", f"no node answered what model it serves ({why})")
+            await asyncio.sleep(ASK_PERIOD_S)

@@ -296,7 +296,7 @@ class Membership:
         try:
             self._check(info)
             if info.role != wanted:
-                raise RequestError(f"--{wanted} names {url}, which is a {info.role} node")
+                raise RequestError(f"--{wanted} names {url}, a node of role {info.role!r}")
             holder = self.members.get(info.node_id, known)
             if holder is not known:
                 raise RequestError(f"node id {info.node_id!r} belongs to {holder.info.url}, too")
@@ -383,7 +383,8 @@ class Membership:
             if other is mine or member.state is not NodeState.READY or not fit:
                 continue
             if other.identity != mine.identity:
-                reason = "other weights or settings of the KV cache: compare model folders, dtypes"
+                reason = "other weights or settings of the KV cache: compare model folders, "
+                reason += "--dtype, --kv-cache-dtype and --quantization"
                 found[reason] = other.node_id
             elif other.transport != mine.transport:
                 found[f"transport {mine.transport!r} against {other.transport!r}"] = other.node_id
@@ -526,7 +527,8 @@ class Membership:
             self.model = info.model
         elif info.model != self.model:
             raise RequestError(
-                f"this router serves {self.model!r} until it is restarted, the node {info.model!r}",
+                f"this router serves {self.model!r} until it is restarted, the node {info.model!r}"
+                "; give both the same --served-model-name if it is one model",
                 param="model",
                 status=409,
             )

@@ -28,6 +28,7 @@ from kvbaton.server.auth import PROTECTED, check_key
 from kvbaton.server.bodies import (
     REQUEST_ID,
     REQUEST_ID_HEADER,
+    close_connection,
     echo_request_id,
     error_response,
     failure_response,
@@ -188,10 +189,18 @@ async def serve_on(
     """Serve an application on a listening socket, which the runner then owns.
 
     A handler is cancelled when its client disconnects. The runner's ``cleanup`` waits for open
-    requests up to `config.shutdown_timeout_s`, then ends the rest with an error.
+    requests up to `config.shutdown_timeout_s`, then ends the rest with an error. Answers that begin
+    meanwhile close their connections, and say so: clients do not use these for another request.
     """
+    stopping = False
+
+    async def close_if_stopping(request: web.Request, response: web.StreamResponse) -> None:
+        if stopping:
+            await close_connection(request, response)
 
     async def finish(app: web.Application) -> None:
+        nonlocal stopping
+        stopping = True
         if (frontend := app.get(FRONTEND)) is None:
             return
         deadline = time.monotonic() + config.shutdown_timeout_s
@@ -205,6 +214,7 @@ async def serve_on(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
+    app.on_response_prepare.append(close_if_stopping)
     app.on_shutdown.append(finish)
     tls = config.tls.server()
     if tls is not None:

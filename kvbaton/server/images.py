@@ -78,15 +78,24 @@ async def load_images(
 
 @dataclass
 class _Room:
-    """Bytes that are left for the images of a request."""
+    """Room for the images of a request.
 
-    left: int
+    Attributes:
+        size: Bytes that all of them may have together.
+        used: Bytes that they have so far.
+    """
+
+    size: int
+    used: int = 0
 
     def take(self, count: int) -> None:
         """Use up bytes; raise `RequestError` if there are not enough left."""
-        self.left -= count
-        if self.left < 0:
-            raise RequestError("the images of this request are too large; see max_image_bytes")
+        self.used += count
+        if self.used > self.size:
+            raise RequestError(
+                "the images of this request are too large: they may have "
+                f"{self.size} bytes together, before base64"
+            )
 
 
 async def _data(url: str, config: MediaConfig, room: _Room) -> bytes:

@@ -298,7 +298,8 @@ class _Registration:
             self._session() as session,
             session.delete(url, server_hostname=self._url.host) as response,
         ):
-            response.raise_for_status()
+            if response.status not in REFUSALS:  # it never had the node, or not any more
+                response.raise_for_status()
 
     def _session(self) -> aiohttp.ClientSession:
         registrar = self._registrar

@@ -112,7 +112,7 @@ class Supervisor:
     Args:
         main: Main function of each worker.
         payload: Argument of `main`; it is pickled for the workers.
-        listener: Listening socket, on which each worker accepts. The caller keeps owning it.
+        listener: Listening socket, on which each worker accepts; `stop` closes it.
         control: Application that answers requests passed on by workers. Its socket is in a folder
             of mode 0700.
         count: Number of workers.
@@ -220,6 +220,8 @@ class Supervisor:
     async def stop(self, grace_s: float) -> None:
         """Tell workers to end; their open requests get `grace_s` seconds."""
         self.stop_replacing()
+        # Clients that connect from now on are refused, and not left waiting for a worker.
+        self._listener.close()
         workers = tuple(self._workers.values())
         for worker in workers:
             if worker.process.is_alive():

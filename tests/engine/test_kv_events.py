@@ -310,7 +310,7 @@ def test_settings_are_checked(text: str, said: str) -> None:
 
 def test_address_in_use(publish: Publish) -> None:
     taken = publish().endpoint
-    with pytest.raises(ConfigError, match="in use"):
+    with pytest.raises(ConfigError, match=r"in use.*port \* takes a free one"):
         publish(endpoint=taken)
     with pytest.raises(ConfigError, match="endpoint 'nonsense'"):
         publish(endpoint="nonsense")

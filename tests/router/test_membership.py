@@ -128,6 +128,7 @@ def test_nodes_that_never_hand_over_are_told_why(membership: Membership) -> None
     make_ready(membership, info("d1", identity="bb", transport="nixl"))
     [line] = membership.misfits("d1")
     assert line.startswith("never hands over with p0: other weights")
+    assert "--kv-cache-dtype" in line
     make_ready(membership, info("d2", identity="aa", transport="tcp"))
     [line] = membership.misfits("d2")
     assert line == "never hands over with p0: transport 'tcp' against 'nixl'"
@@ -234,7 +235,8 @@ def test_bad_registrations_are_refused_by_name(
 
 def test_only_one_model_is_served(membership: Membership) -> None:
     membership.register(info("d0", model="a"), 0.0)
-    with pytest.raises(RequestError, match="'a' until it is restarted") as caught:
+    told = "'a' until it is restarted, the node 'b'; give both the same --served-model-name"
+    with pytest.raises(RequestError, match=told) as caught:
         membership.register(info("d1", model="b"), 0.0)
     assert caught.value.status == 409
 
@@ -260,7 +262,7 @@ def test_a_static_node_of_the_wrong_role_is_not_used(membership: Membership) -> 
     membership.add_static("http://127.0.0.1:9", "prefill", 0.0)
     [change] = membership.identified("http://127.0.0.1:9", info("d5"), 1.0)
     assert change.new is NodeState.UNHEALTHY
-    assert "is a decode node" in change.reason
+    assert "a node of role 'decode'" in change.reason
 
 
 # --- two nodes with one id ---

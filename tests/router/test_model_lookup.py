@@ -10,8 +10,13 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 
+from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
+from kvbaton.router import app
+from kvbaton.router.config import RouterConfig
+from kvbaton.server.network import bind
 from tests.support.certificates import NAME, write_certificates
 from tests.support.scripted_source import write_tokenizer
 
@@ -111,3 +116,18 @@ async def test_a_node_whose_handshake_outlasts_the_wait_comes_again(tmp_path: Pa
     finally:
         router.terminate()
         await router.wait()
+
+
+async def test_why_a_node_that_a_flag_names_does_not_answer_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was told twice a second, and the error at the end did not name it."""
+    caplog.set_level("INFO", "kvbaton.router.app")
+    monkeypatch.setattr(app, "STATIC_NODE_S", 0.1)
+    monkeypatch.setattr(app, "ASK_PERIOD_S", 0.02)
+    with bind("127.0.0.1", 0) as listener, bind("127.0.0.1", 0) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        closed.close()
+        with pytest.raises(ConfigError, match=rf"{url}: Cannot connect"):
+            await app.find_model(RouterConfig(decode=(url,)), listener)
+    assert caplog.text.count("waiting for") == 1

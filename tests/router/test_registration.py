@@ -143,8 +143,9 @@ async def test_a_refusal_ends_it_with_the_routers_reason(
 
 
 async def test_a_node_whose_id_is_in_use_waits_is_told_whose_it_is_and_removes_nobody(
-    make_rig: Any, start: Start
+    make_rig: Any, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "kvbaton.server.registration")
     rig = await make_rig(prefill=0)
     other = await make_rig(prefill=0)
     info = msgspec.structs.replace(other.nodes["d0"].info, generation="2")
@@ -153,6 +154,7 @@ async def test_a_node_whose_id_is_in_use_waits_is_told_whose_it_is_and_removes_n
     with pytest.raises(ConfigError, match=rf"'d0' belongs to the node at {where}.*--node-id"):
         await asyncio.wait_for(task, PATIENCE_S)
     await registrar.leave()
+    assert "could not tell" not in caplog.text, "the router does not know it, as it should be"
     assert (rig.states(), told) == ({"d0": "ready"}, [])
     _, _, told = start(rig.url, lambda: info)
     await rig.nodes["d0"].stop()

@@ -202,7 +202,7 @@ async def test_too_many_images_and_too_many_bytes(vision: VisionText) -> None:
     most = sum(len(picture(seed)) for seed in range(3))
     await load_images(urls, vision, replace(OPEN, max_image_bytes=most))
     assert all(vision.recent.get(url.url) for url in urls), "known ones count, too"
-    with pytest.raises(RequestError, match="too large"):
+    with pytest.raises(RequestError, match=f"too large: they may have {most - 1} bytes together"):
         await load_images(urls, vision, replace(OPEN, max_image_bytes=most - 1))
 
 

@@ -69,6 +69,39 @@ async def test_without_files_a_connection_waits_and_is_tried_now_and_then(
         await runner.cleanup()
 
 
+async def test_an_answer_of_a_server_that_stops_says_that_the_connection_closes() -> None:
+    """Else a client sends its next request on the connection that is just being closed."""
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: web.Request) -> web.Response:
+        begun.set()
+        await may_end.wait()
+        return web.Response(text="done")
+
+    stopping = asyncio.Event()
+
+    async def note(app: web.Application) -> None:
+        stopping.set()
+
+    app = web.Application()
+    app.router.add_get("/slow", slow)
+    app.on_shutdown.append(note)
+    config = EndpointConfig(shutdown_timeout_s=PATIENCE_S)
+    runner = await serve_on(bind("127.0.0.1", 0), app, config)
+    reader, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1])
+    async with asyncio.timeout(PATIENCE_S):
+        writer.write(b"GET /slow HTTP/1.1\r\nHost: here\r\n\r\n")
+        await begun.wait()
+        ending = asyncio.create_task(runner.cleanup())
+        await stopping.wait()
+        may_end.set()
+        head = await reader.readuntil(b"\r\n\r\n")
+        await ending
+    writer.close()
+    assert b"200 OK" in head
+    assert b"Connection: close" in head
+
+
 async def test_a_client_that_does_not_take_its_answer_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -364,7 +364,10 @@ async def test_open_requests_end_before_the_workers() -> None:
 
         asked = asyncio.create_task(ask())
         await asyncio.wait_for(reported.wait(), PATIENCE_S)
-        await supervisor.stop(5.0)
+        stopping = asyncio.create_task(supervisor.stop(5.0))
+        await asyncio.sleep(0.0)  # until it waits for its workers
+        assert supervisor._listener.fileno() == -1, "else clients wait there, for nobody"
+        await stopping
         assert await asked == 200
 
 
