@@ -356,6 +356,8 @@ class StoreCalls:
         except BaseException as error:
             raise StoreError(self.note(call, error, keys)) from error
         yield done
+        if not _is_over(future):  # called back too early: buffers are in use, `result` would wait
+            yield partial(_is_over, future)
         self._seconds[call].observe(time.monotonic() - began)
         try:
             return check(future.result())
@@ -363,6 +365,13 @@ class StoreCalls:
             if isinstance(error, CancelledError) and cancelled():
                 raise StoreError("cancelled") from error
             raise StoreError(self.note(call, error, keys)) from error
+
+
+def _is_over(future: Future[Any]) -> bool:
+    try:
+        return future.done()
+    except BaseException:  # `result` is to raise, and to be counted
+        return True
 
 
 def _require(answer: object, wanted: type) -> None:

@@ -8,12 +8,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import pytest
 
 from kvbaton.connectors.store import CLAIM_S, Hints
-from kvbaton.connectors.stores import filesystem, filesystem_entry
+from kvbaton.connectors.stores import filesystem_entry
 from kvbaton.connectors.stores.filesystem import FilesystemStore
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, EntryClaims, header
 from tests.support.waiting import until
@@ -131,12 +131,14 @@ def test_what_another_user_keeps_for_itself_keeps_nobody_out(
 ) -> None:
     assert save(store, {1: Hints(ttl_s=60), 2: Hints(ttl_s=60)}) == [True] * 2
 
-    def refuse(path: str, mode: str) -> BinaryIO:
+    really = os.open
+
+    def refuse(path: str, *flags: Any, **options: Any) -> int:
         if key(1).hex() in path:
             raise PermissionError(errno.EACCES, "not yours", path)
-        return Path(path).open("rb")
+        return really(path, *flags, **options)
 
-    monkeypatch.setattr(filesystem, "open", refuse, raising=False)
+    monkeypatch.setattr(os, "open", refuse)
     later = FilesystemStore("later", path=str(tmp_path))
     later.open()
     assert later.namespaces().result(TIMEOUT_S)[""].objects == 1

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvbaton.engine import store_calls, store_connector, store_worker
+from kvbaton.engine.store_calls import Job, JobLoop, StoreCalls
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import Command
 from tests.store_connector import misbehaving
@@ -113,6 +115,29 @@ def test_a_bug_costs_hits(
         assert TOLD.get(store.__name__, "") in line
         if call in ("lookup", "load", "store") and store is not OddFutureOfLoad:  # its `cancel`
             assert len(line.partition("first ")[2].partition(" ")[0]) == 64, line
+
+
+def test_a_call_back_that_comes_too_early_makes_nobody_wait() -> None:
+    class Early(Future[int]):
+        def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:
+            fn(self)
+
+        def result(self, timeout: float | None = None) -> int:
+            assert self.done(), "whoever asks would wait for ever"
+            return super().result(timeout)
+
+    store, early, answers = Sound("early"), Early(), list[int]()
+    store.delete = lambda keys: early  # type: ignore[method-assign]
+    calls, loop = StoreCalls(store), JobLoop()
+
+    def ask() -> Job[None]:
+        answers.append((yield from calls.delete([bytes(32)])))
+
+    loop.go_on(job := ask())
+    assert (answers, loop.num_jobs) == ([], 1)
+    early.set_result(3)
+    loop.go_on(job)
+    assert answers == [3]
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ first byte. `filesystem_space.py` counts entries and bytes, and evicts.
   that; once these have ended, by the next process that opens the directory or reads the entry.
 - Of entries of one age, those deep in a prefix are evicted first: for each block before it an entry
   is stored as `DEPTH_SECONDS` older.
+- What is no file in the place of an entry (a link, a pipe) is a miss and removed; a directory gets
+  another name. A file with another hard link is never written over.
 - Nothing but the directory counts: an entry that another process removed is a miss, and one that it
   stored is a hit, from the next call on. A network file system may show either a little later.
 - If the directory is removed, it is made again. If its file system is unmounted, calls fail until
@@ -47,7 +49,8 @@ from kvbaton.connectors.stores.filesystem_entry import (
     EntryLabels,
     ExpiringEntries,
     FileMover,
-    labels_of,
+    open_entry,
+    read_labels,
     start_of,
 )
 from kvbaton.connectors.stores.filesystem_space import (
@@ -261,10 +264,9 @@ class Files(ClientBackend):
         """Path, labels and bytes, header included, of every entry with a readable header."""
         with self._accessing("look into"):
             for path in self._space.paths():
-                with suppress(FileNotFoundError, PermissionError), open(path, "rb") as file:
-                    labels = labels_of(file.read(HEADER_BYTES))
-                    if labels is not None:
-                        yield path, labels, os.fstat(file.fileno()).st_size
+                found = read_labels(path)
+                if found is not None:
+                    yield path, *found
 
     def _forgotten(self, paths: Sequence[str]) -> None:
         if self.on_forget is not None and paths:
@@ -275,10 +277,9 @@ class Files(ClientBackend):
         """Remove expired entries that this process knows of, unless they were stored again."""
         now, gone = time.time(), list[str]()
         for path in self._expiring.due(now):
-            with suppress(FileNotFoundError), open(path, "rb") as file:
-                labels = labels_of(file.read(HEADER_BYTES))
-                if labels is not None and labels.is_expired(now):
-                    gone.append(path)
+            found = read_labels(path)
+            if found is not None and found[0].is_expired(now):
+                gone.append(path)
         if gone:
             self._space.remove(gone)
             self._forgotten(gone)
@@ -325,23 +326,19 @@ class Files(ClientBackend):
             return self._space.remove([self._path(key) for key in dict.fromkeys(keys)])
 
     def _read(self, path: str, key: bytes, target: Pieces, now: float) -> bool:
-        # Non-blocking: never wait for a pipe that somebody put there.
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = open_entry(path)
+        if file is None:
+            self._remove_damaged(path)
+            return False
         try:
             status, found = os.fstat(file), None
             if stat.S_ISREG(status.st_mode):
                 found = self._buffer.read(self._mover, file, status.st_size, key, target)
-            named = os.stat(path)
+            named = os.lstat(path)
             if (named.st_ino, named.st_dev) != (status.st_ino, status.st_dev):
                 return False
             if found is None:
-                with self._lock:
-                    self._damaged += 1
-                    warn = time.monotonic() >= self._warn_at
-                    self._warn_at = time.monotonic() + WARN_S if warn else self._warn_at
-                if warn:
-                    logger.warning("%s is not what was stored: removed", path)
-                self._space.remove([path])
+                self._remove_damaged(path)
                 return False
             if found.labels.is_expired(now):  # stored since `open` by a process that has ended
                 self._space.remove([path])
@@ -354,6 +351,15 @@ class Files(ClientBackend):
         finally:
             os.close(file)
 
+    def _remove_damaged(self, path: str) -> None:
+        with self._lock:
+            self._damaged += 1
+            warn = time.monotonic() >= self._warn_at
+            self._warn_at = time.monotonic() + WARN_S if warn else self._warn_at
+        if warn:
+            logger.warning("%s is not what was stored: removed", path)
+        self._space.remove([path])
+
     def _store(self, items: Sequence[tuple[bytes, Pieces, Hints]]) -> list[bool]:
         """Store entries; if a single one finds the disk full, evict and retry once."""
         deadline = time.monotonic() + MAKE_ROOM_SECONDS
@@ -363,7 +369,8 @@ class Files(ClientBackend):
         stored = []
         for (key, _, _), num_bytes in zip(items, sizes, strict=True):
             status = status_of(path := self._path(key))
-            stored.append(status is not None and status.st_size == num_bytes)
+            regular = status is not None and stat.S_ISREG(status.st_mode)
+            stored.append(regular and status is not None and status.st_size == num_bytes)
             if status is not None and stored[-1]:
                 self._touch(path, status.st_mtime, time.time())
         new = [n for n, there in enumerate(stored) if not there and sizes[n] <= most]

@@ -16,6 +16,7 @@ import heapq
 import logging
 import mmap
 import os
+import stat
 import struct
 import threading
 import time
@@ -190,6 +191,38 @@ def labels_of(head: bytes) -> EntryLabels | None:
         return None
 
 
+def open_entry(path: str) -> int | None:
+    """Open an entry to read it, without waiting; None if a link or a socket is in its place.
+
+    Raises:
+        OSError: It can't be opened.
+    """
+    # Non-blocking: never wait for a pipe that somebody put there.
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        return None
+
+
+def read_labels(path: str) -> tuple[EntryLabels, int] | None:
+    """Labels of the entry at `path`, and its bytes, header included.
+
+    None if it is gone, has no valid header, is not a file, or may not be read.
+    """
+    with suppress(FileNotFoundError, PermissionError):
+        file = open_entry(path)
+        if file is None:
+            return None
+        with closing_file(file):
+            status = os.fstat(file)
+            if stat.S_ISREG(status.st_mode):
+                labels = labels_of(os.pread(file, HEADER_BYTES, 0))
+                return None if labels is None else (labels, status.st_size)
+    return None
+
+
 class EntryBuffer(threading.local):
     """Page-aligned memory for the header and the object's first bytes; one per thread."""
 
@@ -337,7 +370,7 @@ class EntryClaims:
         for key, made in ours.items():
             path = self._path(key)
             with suppress(FileNotFoundError):
-                if _which(os.stat(path)) == made:
+                if _which(os.lstat(path)) == made:
                     os.unlink(path)
 
     def close(self) -> None:
@@ -356,7 +389,7 @@ class EntryClaims:
     def _is_void(self, path: str) -> bool:
         try:
             # A time as far in the future is void as well: the clock was set back.
-            return abs(time.time() - os.stat(path).st_mtime) > CLAIM_S
+            return abs(time.time() - os.lstat(path).st_mtime) > CLAIM_S
         except FileNotFoundError:
             return True
 

@@ -29,10 +29,12 @@ import errno
 import fcntl
 import hashlib
 import itertools
+import logging
 import math
 import os
 import random
 import secrets
+import stat
 import threading
 import time
 from collections import deque
@@ -45,6 +47,8 @@ import numpy.typing as npt
 
 from kvbaton.connectors.guard import ProcessCard, is_gone, this_process
 from kvbaton.connectors.store import Usage
+
+logger = logging.getLogger(__name__)
 
 FOLDERS = 256
 SUFFIX = ".safetensors"
@@ -146,7 +150,7 @@ class SpaceManager:
         spare = self._recycled.take(num_bytes)
         if spare is not None:
             with suppress(OSError):  # removed by a sweep, or another user's
-                return spare, os.open(spare, os.O_WRONLY | os.O_CLOEXEC)
+                return spare, os.open(spare, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             remove_file(spare)
         path = self._temporary()
         return path, self.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -188,13 +192,15 @@ class SpaceManager:
             with self._account() as rows:
                 for path in paths[start : start + _BATCH]:
                     with suppress(FileNotFoundError):  # another process was faster
-                        num_bytes = os.stat(path).st_size
-                        if spare:
+                        status = os.lstat(path)
+                        num_bytes = status.st_size
+                        # To write over a link would write over a file that is not ours.
+                        if spare and stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
                             os.rename(path, kept := self._temporary())
                             os.utime(kept)  # an old mtime would look like a dead writer's
                             self._recycled.add(kept, num_bytes)
                         else:
-                            os.unlink(path)
+                            _remove_entry(path)
                         rows[_folder_of(path)] -= (1, num_bytes)
                         gone += 1
         return gone
@@ -298,6 +304,9 @@ class SpaceManager:
                 except FileNotFoundError:  # the folder was removed, or does not exist yet
                     self._make_folder(path)
                     os.rename(temporary, path)
+                except IsADirectoryError:
+                    _remove_entry(path)
+                    os.rename(temporary, path)
                 rows[_folder_of(path)] += change
                 room -= change[1]
         return len(files)
@@ -335,7 +344,7 @@ class SpaceManager:
                     age = now - item.stat(follow_symlinks=False).st_mtime
                     ours = item.name.startswith(f"{self._writer}.")
                     if age > STALE_SECONDS or (not ours and _is_dead(item.name, host)):
-                        os.unlink(item.path)
+                        remove_file(item.path)
 
     @contextmanager
     def _account(self) -> Iterator[Rows]:
@@ -444,9 +453,19 @@ def closing_file(file: int) -> Iterator[int]:
 
 
 def remove_file(path: str) -> None:
-    """Remove a file, unless another process was faster."""
-    with suppress(FileNotFoundError):
+    """Remove a file, unless another process was faster; a directory is left as it is."""
+    with suppress(FileNotFoundError, IsADirectoryError):
         os.unlink(path)
+
+
+def _remove_entry(path: str) -> None:
+    """Remove what has an entry's name; a directory, which is not ours, gets another name."""
+    try:
+        os.unlink(path)
+    except IsADirectoryError:
+        aside = f"{path}.{secrets.token_hex(8)}"
+        os.rename(path, aside)
+        logger.warning("a directory in the place of an entry is now %s", aside)
 
 
 def _read_rows(file: int) -> Rows:
@@ -456,9 +475,9 @@ def _read_rows(file: int) -> Rows:
 
 
 def status_of(path: str) -> os.stat_result | None:
-    """`os.stat` of a file; None if it does not exist."""
+    """`os.lstat` of a file; None if it does not exist."""
     try:
-        return os.stat(path)
+        return os.lstat(path)
     except FileNotFoundError:
         return None
 
