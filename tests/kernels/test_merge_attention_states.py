@@ -21,7 +21,7 @@ def test_matches_fp64(place: Any, tokens: int, heads: int, head_dim: int) -> Non
     wide = [state.cpu().double() for state in states]
     expected, expected_lse = merge_attention_states_reference(*wide)
     for given in (None, states[0].contiguous()):  # the latter in place
-        out, lse = merge_attention_states(*states, given)
+        out, lse = merge_attention_states(*states, out=given)
         assert given is None or out is given
         place.close(out, expected)
         assert torch.allclose(lse.cpu().double(), expected_lse, rtol=1e-5, atol=1e-5)
