@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvbaton.connectors.keys import prompt_key, root_key
 from kvbaton.connectors.layout import GroupKind
@@ -214,6 +215,23 @@ def test_all_tokens_of_the_source_are_taken_and_computed():
     loop.run()
     loop.check_stream("a")
     assert loop.plans[0].num_tokens == 2
+
+
+@pytest.mark.parametrize("begun", [0, 2], ids=["from the beginning", "resumed"])
+def test_a_second_token_of_the_source_may_end_the_text_once_min_tokens_are_there(begun: int):
+    request = ask("a", prompt(8), max_tokens=6, transfer=target(1))
+    answer = Loop().expected_of(request)[0]
+    first, second = answer[begun : begun + 2]
+    params = structs.replace(request.params, min_tokens=begun + 1, stop_token_ids=(second,))
+    loop = Loop(debug_forbid_prompt_compute=True)
+    admitted = load(loop, structs.replace(request, params=params, resume_ids=tuple(answer[:begun])))
+    loop.ranks.receive(admitted.spans, [*request.token_ids, *answer[:begun]], admitted.num_tokens)
+    stop = SampledToken(second, None, "stop", second)
+    outputs = loop.emit(loop.loaded("a", [ChoiceStart(first, more=(stop,))], 0))
+    assert [output.token_ids for output in outputs] == [(first,), (second,)]
+    assert outputs[-1].finish_reason == "stop"
+    loop.unquarantine(attempt_of(admitted))
+    loop.check_empty()
 
 
 def test_tokens_of_the_source_do_not_wait_for_the_chunks_of_a_prompt():
