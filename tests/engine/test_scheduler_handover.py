@@ -263,7 +263,7 @@ def test_nothing_follows_a_token_of_the_source_that_ends_the_text():
 @pytest.mark.parametrize("token", [3, 1 << 30], ids=["ends the text too early", "unknown"])
 def test_a_wrong_second_token_of_the_source_is_sampled_anew(token: int):
     loop = Loop()
-    request = ask("a", prompt(8), transfer=target(1), min_tokens=3, stop_token_ids=(3,))
+    request = ask("a", prompt(8), transfer=target(1), min_tokens=2, stop_token_ids=(3,))
     admitted = load(loop, request)
     loop.ranks.receive(admitted.spans, known(request), admitted.num_tokens)
     first = starts(loop, request)[0].token
