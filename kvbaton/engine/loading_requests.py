@@ -244,9 +244,11 @@ class LoadingRequests(LiveRequests):
         # the grammar is sampled again here.
         params = request.params
         ends = () if params.ignore_eos else self.config.eos_token_ids
-        early = params.min_tokens and load.sequence.num_generated < params.min_tokens
-        early = early and any(
-            one.token in ends or one.token in params.stop_token_ids for one in sampled
+        too_few = max(0, params.min_tokens - load.sequence.num_generated)
+        early = any(
+            one.token in ends or one.token in params.stop_token_ids
+            for choice in choices
+            for one in (choice, *choice.more)[:too_few]
         )
         unscored = params.logprobs is not None and any(one.logprobs is None for one in sampled)
         grammars = self.grammars if params.grammar else None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvbaton.connectors.keys import prompt_key, root_key
 from kvbaton.connectors.layout import GroupKind
@@ -216,6 +217,23 @@ def test_all_tokens_of_the_source_are_taken_and_computed():
     assert loop.plans[0].num_tokens == 2
 
 
+@pytest.mark.parametrize("begun", [0, 2], ids=["from the beginning", "resumed"])
+def test_a_second_token_of_the_source_may_end_the_text_once_min_tokens_are_there(begun: int):
+    request = ask("a", prompt(8), max_tokens=6, transfer=target(1))
+    answer = Loop().expected_of(request)[0]
+    first, second = answer[begun : begun + 2]
+    params = structs.replace(request.params, min_tokens=begun + 1, stop_token_ids=(second,))
+    loop = Loop(debug_forbid_prompt_compute=True)
+    admitted = load(loop, structs.replace(request, params=params, resume_ids=tuple(answer[:begun])))
+    loop.ranks.receive(admitted.spans, [*request.token_ids, *answer[:begun]], admitted.num_tokens)
+    stop = SampledToken(second, None, "stop", second)
+    outputs = loop.emit(loop.loaded("a", [ChoiceStart(first, more=(stop,))], 0))
+    assert [output.token_ids for output in outputs] == [(first,), (second,)]
+    assert outputs[-1].finish_reason == "stop"
+    loop.unquarantine(attempt_of(admitted))
+    loop.check_empty()
+
+
 def test_tokens_of_the_source_do_not_wait_for_the_chunks_of_a_prompt():
     loop = Loop(max_num_batched_tokens=6, max_num_mixed_tokens=6)
     long, request = ask("long", prompt(40)), ask("a", prompt(8, 2), transfer=target(1))
@@ -245,7 +263,7 @@ def test_nothing_follows_a_token_of_the_source_that_ends_the_text():
 @pytest.mark.parametrize("token", [3, 1 << 30], ids=["ends the text too early", "unknown"])
 def test_a_wrong_second_token_of_the_source_is_sampled_anew(token: int):
     loop = Loop()
-    request = ask("a", prompt(8), transfer=target(1), min_tokens=3, stop_token_ids=(3,))
+    request = ask("a", prompt(8), transfer=target(1), min_tokens=2, stop_token_ids=(3,))
     admitted = load(loop, request)
     loop.ranks.receive(admitted.spans, known(request), admitted.num_tokens)
     first = starts(loop, request)[0].token
