@@ -20,8 +20,9 @@ def test_matches_fp64(place: Any, tokens: int, heads: int, head_dim: int) -> Non
         states += [out, lse.T]
     wide = [state.cpu().double() for state in states]
     expected, expected_lse = merge_attention_states_reference(*wide)
-    for given in (None, states[0].contiguous()):  # the latter in place
-        out, lse = merge_attention_states(*states, out=given)
+    out1, lse1, out2, lse2 = states
+    for given in (None, out1.contiguous()):  # the latter in place
+        out, lse = merge_attention_states(out1, lse1, out2, lse2, given)
         assert given is None or out is given
         place.close(out, expected)
         assert torch.allclose(lse.cpu().double(), expected_lse, rtol=1e-5, atol=1e-5)
