@@ -7,8 +7,7 @@ and answers of mixed lengths. Each policy serves the same requests, on nodes sta
 have served as many others before. Then the simulator serves them, with the costs of steps and
 hand-overs that the nodes measured (`kvbaton_step_cost_seconds`, `kvbaton_wire_cost_seconds`;
 medians over all nodes), and the requests of other seeds, since policies differ by less than loads
-do. The two nodes and the client need three free cores, or a rate at which the
-nodes are often idle.
+do. The two nodes and the client need three free cores, or a rate at which the nodes are often idle.
 """
 
 from __future__ import annotations
@@ -155,7 +154,12 @@ def main() -> None:
     add("--ttft-slo", type=float, default=1000.0, help="TTFT objective in ms")
     add("--itl-slo", type=float, default=40.0, help="objective in ms for a request's mean ITL")
     add("--seed", type=int, default=1, help="seed of the run that counts, at least 1")
-    add("--seeds", type=int, default=12, help="loads that are only simulated")
+    add(
+        "--seeds",
+        type=int,
+        default=12,
+        help="loads whose simulated means rank policies, at least 1",
+    )
     add("--json", type=Path)
     args = parser.parse_args()
     found, told, num_blocks = dict[str, Figures](), list[Mapping[str, float]](), 2000
@@ -173,10 +177,11 @@ def main() -> None:
     model = engine_of(told, num_blocks)
     print(model, flush=True)
     virtual, means = dict[str, Figures](), dict[str, Figures]()
+    seeds = range(1, args.seeds + 1)
     for spec in args.policies:
-        virtual[spec] = simulated(spec, model, args, args.seed)
-        others = [simulated(spec, model, args, seed) for seed in range(1, args.seeds + 1)]
-        means[spec] = {what: fmean(other[what] for other in others) for what in virtual[spec]}
+        loads = {seed: simulated(spec, model, args, seed) for seed in {args.seed, *seeds}}
+        virtual[spec] = loads[args.seed]
+        means[spec] = {what: fmean(loads[seed][what] for seed in seeds) for what in virtual[spec]}
     tables = {"real": found, "simulated": virtual, f"mean of {args.seeds} loads": means}
     rows = [
         {"policy": spec, "what": what} | {name: ways[spec][what] for name, ways in tables.items()}
@@ -186,9 +191,8 @@ def main() -> None:
     publish("policies", vars(args), rows, args.json)
     for what in ("good", "TTFT p50, ms", "pace p50, ms"):
         for name, ways in tables.items():
-            print(
-                f"{what}, ascending, {name}: {', '.join(sorted(ways, key=lambda s: ways[s][what]))}"
-            )
+            order = ", ".join(sorted(ways, key=lambda spec: ways[spec][what]))
+            print(f"{what}, ascending, {name}: {order}")
 
 
 if __name__ == "__main__":

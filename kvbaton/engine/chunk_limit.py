@@ -44,8 +44,8 @@ unless sequences that decode have an ITL objective."""
 def chunk_tokens(objective_s: float, step_s: float, token_s: float, most: int, mixed: int) -> int:
     """The limit that `ChunkLimit` would come to, for routers, which know costs but see no steps.
 
-    At least `LEAST`, also where steps with so few are too long: what breaks the objective at a node
-    is to look as slow to a router as the objective would make it.
+    Unlike `ChunkLimit` it stays at `LEAST` where even steps with so few tokens are too long: with
+    longer chunks, nodes that break the objective would look faster to routers.
 
     Args:
         objective_s: ITL objective of the decoding sequences; infinite for none.
@@ -92,6 +92,11 @@ class ChunkLimit:
         self._long_chunks = 0
 
     @property
+    def _unbounded(self) -> bool:
+        """Whether chunks are as without an objective."""
+        return self._objective_s == math.inf or self._long_chunks > 0
+
+    @property
     def current(self) -> int:
         """Current limit in prompt tokens, for the objective last given to `for_step`; not rounded.
 
@@ -99,7 +104,7 @@ class ChunkLimit:
         better than many slightly longer ones. So they are, as without an objective, if steps with
         the smallest chunk miss it, where prompt tokens are dear, as on a CPU.
         """
-        if self._objective_s == math.inf or self._long_chunks:
+        if self._unbounded:
             return self._mixed
         return self._most if self._alone_s > AIM * self._objective_s else int(self._limit)
 
@@ -117,7 +122,7 @@ class ChunkLimit:
             self._objective_s, self._careful = objective_s, False
             self._least_s, self._long_chunks = 0.0, 0
         tokens = self.current
-        if objective_s == math.inf or self._long_chunks:
+        if self._unbounded:
             tokens -= decodes % GRAIN
         elif tokens == self._most:
             return tokens
@@ -138,11 +143,11 @@ class ChunkLimit:
             return
         if self._long_chunks:
             self._long_chunks -= 1
-            self._least_s = 0.0
         elif self._least / 2 <= prompts <= self._least:
             weight = FADE if self._least_s else 1.0
             self._least_s += weight * (seconds - self._least_s)
-            self._long_chunks = LONG_CHUNKS if self._least_s > self._objective_s else 0
+            if self._least_s > self._objective_s:
+                self._least_s, self._long_chunks = 0.0, LONG_CHUNKS
         aim_s = AIM * self._objective_s
         if prompts <= self._asked - PADDED[0] and seconds <= aim_s:
             return  # the short end of a prompt: the first tokens of a chunk cost the most

@@ -369,9 +369,9 @@ class Files(ClientBackend):
         stored = []
         for (key, _, _), num_bytes in zip(items, sizes, strict=True):
             status = status_of(path := self._path(key))
-            regular = status is not None and stat.S_ISREG(status.st_mode)
-            stored.append(regular and status is not None and status.st_size == num_bytes)
-            if status is not None and stored[-1]:
+            stored.append(False)
+            if status and stat.S_ISREG(status.st_mode) and status.st_size == num_bytes:
+                stored[-1] = True
                 self._touch(path, status.st_mtime, time.time())
         new = [n for n, there in enumerate(stored) if not there and sizes[n] <= most]
         if not new or not self._space.make_room(min(sum(sizes[n] for n in new), most), deadline):
